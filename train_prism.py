@@ -14,8 +14,8 @@
 The target writes prompts, answers them, and its hidden states are recorded (data/rollouts.py).
 Other variants, seeds and prefixes (--prompts 1000, 2000, ..) can be trained from the same folder of
 --responses. Interrupt it at any time: the same command continues. Writes config.json, model.safetensors,
-log.jsonl, command.txt, and resume.pt with the optimisers' state. tau, on the way, is an estimate of the
-tokens that a round of chain drafting would commit.
+log.jsonl, command.txt, and resume.pt with the optimisers' state. The tau that it shows is an estimate of the
+tokens that a round with chains would commit.
 """
 import minispec  # noqa: F401  before torch: it tunes the allocator
 from minispec import prism
@@ -28,7 +28,7 @@ from minispec.tools.training import bf16, locked
 LR = 2e-3                   # at the peak, from scratch; a third of it for copies of a trained module
 WORTH = 0.05                # share of the rounds in which a draft must be accepted for its step to pay
 
-# name: (which module every draft step reads, the last entry serving all later steps; layers of a module)
+# name: (PrismConfig.step_map, layers of a module)
 ARMS = {
     # One module, many steps: HASS, EAGLE-3; with --unroll 1: EAGLE, EAGLE-2.
     "ttt1": ((0,), 1),
@@ -72,7 +72,8 @@ def drafter_of(args, target):
 
 
 def evaluate(run):
-    """tau on held-out answers, with five drafts a round. Sets the drafter's depth to the drafts that pay."""
+    """tau on held-out answers, with five drafts a round. Sets the drafter's depth: the number of drafts a
+    round that pay."""
     def estimate(batch):
         _, accepted = prism.unrolled_loss(run.model, batch, 5)
         return dict(enumerate(accepted.tolist()))

@@ -2,7 +2,7 @@
 
 Paper: SpecGen 2512.01278, PillarAttn. Lesson: docs/specgen.md, "The idea" and "Look ahead".
 
-1. The budget is b = self.widest(r.n_cached) of the r.n_cached cached positions. If that is all of them, the
+1. The budget is b = self.budget(r.n_cached) of the r.n_cached cached positions. If that is all of them, the
    drafts read everything: return SpecGenState().
 2. The newest positions, recent = min(b, accepted + 2), are read in any case.
 3. self.select == "pillar": of the older positions, select those with the largest keys.scores, in each layer

@@ -52,8 +52,8 @@ class Inputs:
     tokens, positions (N,). new (N,): the slots for the rows' keys and values. table (B, blocks): the blocks
     of each request; slots (B, T) follow from it. selected (B, L, G, W), plan: see attention.py. which (R,):
     the requests whose scores are wanted; the forward writes them to `scores` (L, B, G, T). features (N, F) of
-    each row, and more, {name: tensor with a row per request}: for drafters. how: settings that are no
-    tensors; a graph serves one value of them. As requests.Batch it has `attend`."""
+    each row, and per_request, {name: tensor with an entry for each request}: for drafters. options: settings
+    that are no tensors; a graph serves one value of them. As requests.Batch it has `attend`."""
     tokens: torch.Tensor
     positions: torch.Tensor
     new: torch.Tensor
@@ -64,9 +64,9 @@ class Inputs:
     plan: Plan
     scores: torch.Tensor
     features: torch.Tensor
-    more: dict
+    per_request: dict
     cache: KVCache
-    how: tuple = ()
+    options: tuple = ()
 
     def attend(self, layer, q, k, v):
         """Write the rows' keys and values into the cache, and let the rows read. Nothing in here may wait for
@@ -110,7 +110,7 @@ class Graphs:
 
     cache: a KVCache with a spare block, for pad rows. batch, longest: most requests, and most positions of
     each. widest: most positions that a scheduler selects (0: none, and no scores). group = H / G. features: F
-    of Inputs.features. more: zeros of the shapes of Inputs.more."""
+    of Inputs.features. per_request: zeros of the shapes of Inputs.per_request."""
     function: object
     cache: object
     batch: int
@@ -118,12 +118,12 @@ class Graphs:
     widest: int
     group: int
     features: int = 0
-    more: dict = None
+    per_request: dict = None
 
     def __post_init__(self):
         k = self.cache.k
         layers, groups, _, _ = k.shape
-        self.more = self.more or {}
+        self.per_request = self.per_request or {}
         self.n_blocks = self.cache.blocks_for(self.longest)                  # of a request at most
         self.padding = {"new": self.cache.n_slots, "items": -1, "merges": -1, "which": -1}     # others: 0
         self.n_scored = self.batch if self.widest else 0
@@ -132,7 +132,7 @@ class Graphs:
         self.lists = [None] * self.batch                 # place -> the keys whose list lies there
         self.statics = {}                                # padded rows -> see `static`
         self.pool = torch.cuda.graph_pool_handle() if k.is_cuda else None
-        self.graphs = {}                                 # (padded rows, how) -> (graph, what it fills)
+        self.graphs = {}                                 # (padded rows, options) -> (graph, what it fills)
         self.compiled = False
 
     def room(self, rows):
@@ -152,7 +152,7 @@ class Graphs:
         # 1. The tables, {name: (shape, dtype)}; first those of 64 bits.
         items, merges, part_rows = self.room(rows)
         shapes = dict.fromkeys(("tokens", "positions", "new", "sees"), ((rows,), torch.int64))
-        shapes |= {name: (table.shape, table.dtype) for name, table in self.more.items()}
+        shapes |= {name: (table.shape, table.dtype) for name, table in self.per_request.items()}
         of_work = {"table": (self.batch, self.n_blocks), "requests": (self.batch, 6), "items": (items, 4),
                    "merges": (merges, 5), "which": (self.n_scored,)}
         shapes |= {name: (shape, torch.int32) for name, shape in of_work.items()}
@@ -165,7 +165,7 @@ class Graphs:
         plan = Plan(t["requests"], t["sees"], t["items"], t["merges"], part_rows, CHUNK)
         features = self.cache.k.new_zeros(rows, self.features)
         x = Inputs(t["tokens"], t["positions"], t["new"], t["table"], None, self.selected, t["which"], plan,
-                   self.scores, features, {name: t[name] for name in self.more}, self.cache)
+                   self.scores, features, {name: t[name] for name in self.per_request}, self.cache)
         static = host, tables(host, shapes), buffer, x
         if rows in SIZES:
             self.statics[rows] = static
@@ -187,7 +187,7 @@ class Graphs:
                 self.selected[out[-1], :, :, :s.keys.selected.shape[-1]] = s.keys.selected
         return out
 
-    def fill(self, rows, segments, places, more=None):
+    def fill(self, rows, segments, places, per_request=None):
         """The Inputs of a packed batch, padded to `rows` rows; arguments as of __call__."""
         # What each request feeds and reads, cut into work items.
         ends = [s.start + len(s.tokens) for s in segments]
@@ -223,7 +223,7 @@ class Graphs:
         new = table[owner, position // block] * block + position % block
 
         scored = [i for i, s in zip(places, segments) if s.keys.scores is not None]
-        batch = pack(segments, "cpu", more)
+        batch = pack(segments, "cpu", per_request)
         given = {
             "tokens": batch.tokens,
             "positions": batch.positions,
@@ -234,7 +234,7 @@ class Graphs:
             "items": plan.items,
             "merges": plan.merges,
             "which": torch.tensor(scored, dtype=torch.int32),
-            **batch.more,
+            **batch.per_request,
         }
         # All of it in one copy: each takes the host as long as a launch.
         host, filled, buffer, x = self.static(rows)
@@ -252,32 +252,32 @@ class Graphs:
         inside = torch.arange(block, dtype=torch.int32, device=table.device)
         return torch.add(inside, table[:, :, None], alpha=block).flatten(1)
 
-    def __call__(self, segments, more=None, how=()):
+    def __call__(self, segments, per_request=None, options=()):
         """(results of the function for the rows of these segments, seconds of compilation and capture).
 
-        segments: requests.Segment; keys that record scores get them. more, how: see Inputs; more is on the
-        host."""
+        segments: requests.Segment; keys that record scores get them. per_request (on the host), options: see
+        Inputs."""
         # Pad, and send what changes to where the graph reads it.
         n = sum(len(s.tokens) for s in segments)
         rows = next((size for size in SIZES if size >= n), n)
         places = self.places(segments)
-        x = self.fill(rows, segments, places, more)
+        x = self.fill(rows, segments, places, per_request)
 
         def function():
-            return self.function(replace(x, slots=self.slots(x.table), how=how))
+            return self.function(replace(x, slots=self.slots(x.table), options=options))
 
         # Capture it, or compile the kernels of a batch too large for a graph.
         started = time.perf_counter()
         spent = 0.0
-        if rows in SIZES and (rows, how) not in self.graphs:
-            self.graphs[rows, how] = capture(function, self.pool)
+        if rows in SIZES and (rows, options) not in self.graphs:
+            self.graphs[rows, options] = capture(function, self.pool)
             spent = time.perf_counter() - started
         elif not (self.graphs or self.compiled):
             function()
             self.compiled = True
             spent = time.perf_counter() - started
         # Replay, or run it.
-        graph, out = self.graphs.get((rows, how), (None, None))
+        graph, out = self.graphs.get((rows, options), (None, None))
         if graph:
             graph.replay()
         else:
@@ -295,4 +295,4 @@ def target_graphs(engine, longest):
     def forward(x):
         return [model(x.tokens, x.positions, x.attend, scheduler.feature_layers)]
 
-    return Graphs(forward, cache, engine.batch_size, longest, scheduler.widest(longest), cache.group)
+    return Graphs(forward, cache, engine.batch_size, longest, scheduler.budget(longest), cache.group)

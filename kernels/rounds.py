@@ -25,7 +25,7 @@ class Rows(Inputs):
     def next_rows(self, number, tokens, positions, sees=None):
         # Slots, lengths and masks, all on the device. Every step before wrote w rows.
         w = tokens.shape[1]
-        first = self.more["ends"][:, None] + (number - 2) * w
+        first = self.per_request["ends"][:, None] + (number - 2) * w
         new = first + torch.arange(w, device=first.device)
         requests = self.later.requests.clone()
         requests[:, 2] = new[:, -1] + 1
@@ -50,16 +50,17 @@ class Rounds(Graphs):
         drafter.cache = KVCache(c, batch * self.size, target.dtype, target.device, spare=1)
         group = c.n_head // c.n_kv_head
         features = drafter.n_features if drafter.uses_hidden_states else 0
-        more = {}
+        per_request = {}
         if isinstance(drafter, Chained):
-            more = dict.fromkeys(("last", "ends", "streams", "at"), torch.zeros(batch, dtype=torch.long))
-            more["min_confidence"] = torch.zeros(batch)
+            zeros = torch.zeros(batch, dtype=torch.long)
+            per_request = dict.fromkeys(("last", "ends", "streams", "at"), zeros)
+            per_request["min_confidence"] = torch.zeros(batch)
             w, trees = drafter.width, None
             if w > 1:
                 trees = dict.fromkeys(range(batch), torch.ones(w, w))
             self.later = make_plan([(w, self.size, 0, 0)] * batch, group, trees=trees).to(target.device)
         super().__init__(self.round, drafter.cache, batch * drafter.segments, self.size, 0, group, features,
-                         more)
+                         per_request)
 
     def round(self, x):
         return self.drafter.round(Rows(**vars(x), later=self.later))
@@ -70,16 +71,16 @@ class Rounds(Graphs):
         if not self.cache.resize(state.blocks, self.size):
             state.cache = KVCache(self.drafter.config, 0, self.cache.k.dtype, self.cache.k.device)
 
-    def __call__(self, work, more=None, how=()):
-        if more:
+    def __call__(self, work, per_request=None, options=()):
+        if per_request:
             # As many steps as the longest round so far, so that one graph serves all. Batch slots without a
             # request repeat the first request, to the same result.
-            steps, settings = how
+            steps, settings = options
             self.steps = max(self.steps, steps)
-            how = self.steps, settings
+            options = self.steps, settings
             absent = self.requests - len(work)
-            more = {name: torch.cat([x, x[:1].expand(absent)]) for name, x in more.items()}
-        return super().__call__(work, more, how)
+            per_request = {name: torch.cat([x, x[:1].expand(absent)]) for name, x in per_request.items()}
+        return super().__call__(work, per_request, options)
 
 
 def accelerate(engine, longest):

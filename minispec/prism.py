@@ -4,21 +4,23 @@ out of.
 A bigger drafter guesses better but takes longer for every guess. PRISM has M modules and uses one per draft
 step: step 1 runs module 0, step 2 module 1, and so on as `step_map` says (its last entry serves all later
 steps). Parameters grow M-fold, the parameters that a step reads do not. The hidden state is handed on from
-step to step, so the token drafted at step k has passed through k layers with different weights, as if the
-drafter were deep.
+step to step, so the token drafted at step k has passed through k layers, with the weights of up to M modules,
+as if the drafter were deep.
 
 A module is a projection of two vectors to one, and a decoder layer. Row r pairs the target's hidden state at
-position r, its `feature`, with the embedding of the token that the target chose next, t_{r+1}, and guesses
+position r, the `feature`, with the embedding of the token that the target chose next, t_{r+1}, and guesses
 t_{r+2}:
 
     step 1      a_1 = module 0 (E[t_{r+1}], feature r)     -> t_{r+2}      the feature is the target's
     step k      a_k = module m(k) (E[t_{r+k}], a_{k-1})    -> t_{r+k+1}    the state is the drafter's own
 
-at position r + k - 1. The feature joins the states of three layers of the target: a low, a middle and the
-last one (`feature_layers`). Embedding and head are the target's, frozen. The keys and values of all modules
-go to one cache that is one layer deep. Module 0 writes all its rows but those of the running round, from the
-target's features, so every module must be able to read the keys of module 0. Once the features of accepted
-tokens are known, module 0 encodes these tokens again.
+at position r + k - 1. The feature is the target's final state, or a projection of its states after a low, a
+middle and the last layer (`feature_layers`). Embedding and head are the target's, frozen.
+
+The keys and values of all modules go to one cache that is one layer deep. After a round, the target's
+features of the accepted tokens are known, and module 0 encodes these tokens again, over the rows that the
+round wrote. So module 0 wrote all cached keys of committed tokens, and every module must be able to read
+them.
 
 With M = 1 this is the EAGLE family: trained for one step like EAGLE and EAGLE-2 (2406.16858), for several
 like HASS (2408.15766) and EAGLE-3 (2503.01840). With `n_layer` 2 a step passes through a stack of two layers,
@@ -28,9 +30,9 @@ Training unrolls these steps from every row of an answer at once (`unroll`), wit
 decoding.
 
 What differs from the papers and why: modules are plain Llama blocks with a norm before the attention and one
-at the end, so that an own state looks like the target's final one and training needs no warm-up by
-regression. Each of the three states passes the target's last norm, which gives them one scale. Glossary, code
-<-> paper: module <-> processing module; `step_map` <-> f_map; `feature_layers` <-> MHI.
+at the end, so that the drafter's states have the scale of the target's final ones, and training needs no
+warm-up by regression. Each of the three states passes the target's last norm, which gives them one scale.
+Glossary, code <-> paper: module <-> processing module; `step_map` <-> f_map; `feature_layers` <-> MHI.
 """
 import math
 from dataclasses import asdict, dataclass
@@ -49,11 +51,11 @@ from minispec.core.draft_head import DrafterConfig, TrainedDrafter, fusion
 
 @dataclass
 class PrismConfig(DrafterConfig):
-    """The shape of the target's blocks, and what makes it a drafter."""
+    """The shape of the target's blocks, and the settings of a drafter of the family."""
     kind = "prism"          # in the file of a drafter
     n_layer: int = 1        # layers of a module
     step_map: tuple = (0, 1)    # draft step 1, 2, .. -> module; the last entry serves all later steps
-    depth: int = 8          # draft steps of a round, where nothing else is asked
+    depth: int = 8          # the default number of draft steps a round
 
     def __post_init__(self):
         super().__post_init__()
@@ -76,7 +78,7 @@ class PrismConfig(DrafterConfig):
 
 
 class Module(nn.Module):
-    """All that one draft step reads: a projection of embedding and state to one vector, and blocks."""
+    """The weights of one draft step: a projection of embedding and state to one vector, and blocks."""
 
     def __init__(self, c):
         super().__init__()
@@ -106,9 +108,10 @@ class Prism(TrainedDrafter):
 
 
 def for_target(target, step_map=(0, 1), n_layer=1, feature_layers=()):
-    """A new drafter with blocks of the target's shape, which begins near the target: the norm of its states
-    is the target's last one, so that they have the right scale for the head; a state passes the projection
-    as it is; and embeddings, small next to states in most models, weigh as much as they do."""
+    """A new drafter with blocks of the target's shape, which begins near the target. Its last norm is the
+    target's, so that its states have the scale that the head expects. The projection adds the state to random
+    weights. In most models embeddings are small next to states, so their weights are scaled up to equal them.
+    """
     shape = {**asdict(target.config), "n_layer": n_layer}
     config = PrismConfig(**shape, step_map=step_map, feature_layers=feature_layers)
     prism = Prism(config, target)
@@ -123,8 +126,8 @@ def for_target(target, step_map=(0, 1), n_layer=1, feature_layers=()):
 
 
 def copy_modules(prism, source):
-    """Start a drafter from one with fewer modules (or the same number): the further ones begin as copies of
-    the last."""
+    """Start a drafter from one with at most as many modules: the additional ones begin as copies of the last
+    one."""
     if prism.fuse is not None:
         prism.fuse.load_state_dict(source.fuse.state_dict())
     for i, module in enumerate(prism.bank):
@@ -132,9 +135,9 @@ def copy_modules(prism, source):
 
 
 # -- the loss: every row of a text drafts at once ------------------------------------------------------------
-# EAGLE-3's "training-time test". Step k's query at row r sees the step-1 keys of rows up to r, then its own
-# row's later ones, each as the module that writes it in decoding wrote it. So states in training equal states
-# in drafting; a test says so to 1e-4. The released trainer of PRISM lets module m compute the context's keys
+# EAGLE-3's "training-time test". Step k's query at row r sees the step-1 keys of rows up to r, and the later
+# keys of row r alone. Each key comes from the module that writes it in decoding, so states in training equal
+# states in drafting (a test allows 1e-4). In PRISM's released trainer, module m computes the context's keys
 # again with its own weights, which never happens in decoding.
 
 def unrolled_attend():
@@ -142,7 +145,7 @@ def unrolled_attend():
     sees the step-1 keys of its text up to r, and of the steps since then the keys of row r alone: those its
     own drafts wrote. The next call for a layer is its next step.
 
-    In single operators: a CPU's fused attention would compute S keys a step more, all but one of them hidden.
+    In single operators: with torch's fused attention each step would add S keys, all but one of them hidden.
     """
     steps = {}                                           # layer -> the keys and values of its steps so far
 
@@ -155,11 +158,11 @@ def unrolled_attend():
         q = q.transpose(1, 2).unflatten(1, (-1, group)) * d ** -0.5            # (B, G, g, S, D)
 
         # 1. The weights of the step-1 keys up to each row, and of the row's own later ones.
-        hidden = torch.full((s, s), float("-inf"), device=q.device).triu(1)
-        logits = (q.flatten(2, 3) @ first_k.mT).unflatten(2, (group, s)) + hidden
+        causal = torch.full((s, s), float("-inf"), device=q.device).triu(1)
+        logits = (q.flatten(2, 3) @ first_k.mT).unflatten(2, (group, s)) + causal
         later = [(q * k[:, :, None]).sum(-1, keepdim=True) for k, _ in own]    # (B, G, g, S, 1)
         weights = torch.cat([logits, *later], -1).float().softmax(-1).to(v.dtype)
-        # 2. The values behind them.
+        # 2. The weighted values.
         out = (weights[..., :s].flatten(2, 3) @ first_v).unflatten(2, (group, s))
         for i, (_, v) in enumerate(own, s):
             out = out + weights[..., i:i + 1] * v[:, :, None]
@@ -168,9 +171,9 @@ def unrolled_attend():
 
 
 def unroll(prism, ids, features, steps):
-    """The states (B, S, C) of draft steps 1 .. `steps` from every row of texts ids (B, S) with features
-    (B, S, (F + 1) * C), if the drafted tokens are those in ids. Row r of step k guesses t_{r+k+1}; the last k
-    rows of a text know too little and are to be ignored."""
+    """The states of draft steps 1 .. `steps`, a list of (B, S, C), from every row of texts ids (B, S) with
+    features (B, S, (F + 1) * C), if the drafted tokens are those in ids. Row r of step k guesses t_{r+k+1};
+    ignore the last k rows of a text, which read tokens from its beginning."""
     attend = unrolled_attend()
     positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
     states, a = [], features
@@ -186,12 +189,12 @@ def unroll(prism, ids, features, steps):
 def unrolled_loss(prism, batch, steps):
     """Training loss on a data.recorded.Batch of shape (B, S), and how many drafts would have been accepted.
 
-    The loss is the KL divergence from the target's distributions to the drafter's, mean over the rows of a
-    step whose guessed token is one to learn, summed over steps.
+    The loss is KL(target || drafter), the mean over those rows of a step whose guessed token is to be learned
+    (batch.learn), summed over the steps.
 
     Returns (loss, accepted (steps,)): the share of rows whose first 1, 2, .. guesses all are the target's
-    argmax. Their sum is the mean number of accepted drafts of a chain, if these tokens are what the target
-    says.
+    argmax. The sum of the shares is the mean number of accepted drafts of a chain in greedy decoding, if the
+    text is the target's.
     """
     # 1. The target's row s = r + k sees t_s and predicts t_{s+1}, which is the label of row r at step k.
     to_learn = F.pad(batch.learn[:, 1:], (0, 1))         # (B, S): is t_{s+1} one to learn?
@@ -200,28 +203,63 @@ def unrolled_loss(prism, batch, steps):
     states = unroll(prism, batch.ids, batch.features(prism.config), steps)
     draft_head = prism.draft_head
 
-    # 2. Both are distributions over the draft vocabulary, the target's renormalised, because that is the most
-    # that the drafter can become.
+    # 2. Both are distributions over the draft vocabulary, the target's renormalised: no drafter with this
+    # vocabulary can come closer to the target.
     divergence = Divergence(draft_head.logits(batch.hidden.flatten(0, 1)[target_rows])[:n])  # of (n, N)
     best = batch.best.flatten()[target_rows[:n]]
     loss, chains = 0.0, []
-    right = whole = torch.ones_like(to_learn).flatten()  # are all guesses right, and all to be learned?
+    right = counted = torch.ones_like(to_learn).flatten()    # are all guesses right, and all to be learned?
     for k, a in enumerate(states, 1):
         own = (target_rows - k).clamp(min=0)             # the rows r
-        guess = draft_head.logits(a.flatten(0, 1)[own])[:n]
+        logits = draft_head.logits(a.flatten(0, 1)[own])[:n]
         own = own[:n]
-        loss = loss + divergence(guess).sum() / max(n, 1)
+        loss = loss + divergence(logits).sum() / max(n, 1)
         # 3. How far the guesses of each row are the target's argmax.
-        hits = draft_head.tokens(argmax(guess)) == best
-        guessed = torch.zeros_like(whole).index_fill(0, own, True)
+        hits = draft_head.tokens(argmax(logits)) == best
+        guessed = torch.zeros_like(counted).index_fill(0, own, True)
         right = right.index_copy(0, own, right[own] & hits)
-        whole = whole & guessed
+        counted = counted & guessed
         chains.append(right)
-    accepted = (torch.stack(chains) & whole).sum(1) / whole.sum().clamp(min=1)
+    accepted = (torch.stack(chains) & counted).sum(1) / counted.sum().clamp(min=1)
     return loss, accepted
 
 
-# -- drafting: chains and trees ------------------------------------------------------------------------------
+# -- drafting: chains ----------------------------------------------------------------------------------------
+
+class PrismDrafter(Chained):
+    """Drafts chains, drawn like the target draws, with temperature, for the engine's SyncScheduler:
+    SyncScheduler(engine, PrismDrafter(prism, target, depth), k), with k of at most `depth` drafts."""
+    uses_hidden_states = True
+
+    def __init__(self, prism, target, depth=MAX_K, name="prism"):
+        if not 1 <= depth <= MAX_K:
+            raise ValueError(f"depth {depth} is out of range; allowed is 1 to {MAX_K} draft steps a round")
+        super().__init__(prism.config, target, depth)
+        self.prism = prism.to(target.dtype)
+        self.feature_layers = prism.config.feature_layers
+        self.draft_head = prism.draft_head
+        self.depth = depth
+        self.name = name
+
+    def first_rows(self, request):
+        """Rows for the tokens committed since the last round, with the target's features. Row r reads
+        t_{r+1}."""
+        if not request.n_cached:                         # a prompt of one token: the target has no state yet
+            return None
+        state = self.draft_states[request]
+        # Module 0 writes over the rows of the last round's drafts.
+        tokens = request.tokens[state.cached + 1:request.n_cached + 1]
+        rows = state.rows(tokens, state.take_features())
+        state.cached = request.n_cached
+        return rows
+
+    def step(self, number, x, states):
+        """Draft step 1, 2, ..; see Chained. In step 1 the states are the target's features."""
+        e = self.draft_head.embed(x.tokens)
+        return self.prism(number, e, states, x.positions, x.attend)
+
+
+# -- drafting: trees -----------------------------------------------------------------------------------------
 
 def prune(tokens, parents, scores, n, q=None):
     """The n nodes of largest score of a tree as (tokens, q, parents) for the engine; see drafters.py.
@@ -237,69 +275,38 @@ def prune(tokens, parents, scores, n, q=None):
     return [int(tokens[node]) for node in kept], q, [row[parents[node]] for node in kept]
 
 
-class PrismDrafter(Chained):
-    """Drafts for the engine's SyncScheduler: SyncScheduler(engine, PrismDrafter(prism, target, depth, width),
-    k).
+class PrismTreeDrafter(PrismDrafter):
+    """Drafts EAGLE-2's dynamic trees of k nodes: SyncScheduler(engine, PrismTreeDrafter(prism, target, depth,
+    width), k).
 
-    width 1: chains of k drafts (at most `depth`), drawn like the target draws, with temperature. width > 1:
-    EAGLE-2's dynamic trees. Every step opens the `width` new nodes of largest score and drafts `width`
-    children of each; after `depth` steps the k nodes of largest score go to the target. A score is the log-
-    probability of a path, with the target's noise in it under the rule `coupled`. All requests take a step in
-    one forward. A tree ends early like a chain: where the path to no new node is as probable as
-    `min_confidence`. A row of the target costs less than a step, so nodes go to it that are a quarter as
-    probable.
-    """
-    uses_hidden_states = True
+    Every step opens the `width` new nodes of largest score and drafts `width` children of each; after `depth`
+    steps the k nodes of largest score go to the target. A score is the log-probability of a path, with the
+    target's noise in it under the rule `coupled`. All requests take a step in one forward.
 
-    def __init__(self, prism, target, depth=MAX_K, width=1, name="prism"):
-        if not 1 <= depth <= MAX_K:
-            raise ValueError(f"depth {depth} is out of range; allowed is 1 to {MAX_K} draft steps a round")
-        super().__init__(prism.config, target, width * depth)
-        self.prism = prism.to(target.dtype)
-        self.feature_layers = prism.config.feature_layers
-        self.draft_head = prism.draft_head
-        self.depth = depth
+    A tree ends early like a chain: where no new node has a path as probable as `min_confidence`. A node whose
+    path is a quarter as probable still goes to the target, where a row costs less than a draft step."""
+
+    def __init__(self, prism, target, depth, width, name="prism"):
+        super().__init__(prism, target, depth, name)
+        self.room = width * depth
         self.width = min(width, self.draft_head.size)
-        self.name = name
-
-    def first_rows(self, request):
-        """Rows for the tokens accepted since the last round, from the target's features. Row r reads
-        t_{r+1}."""
-        if not request.n_cached:                         # a prompt of one token: the target knows no row yet
-            return None
-        state = self.draft_states[request]
-        # Module 0 encodes them again, over the rows that drafts of the last round have left.
-        tokens = request.tokens[state.cached + 1:request.n_cached + 1]
-        rows = state.rows(tokens, state.take_features())
-        state.cached = request.n_cached
-        return rows
-
-    def step(self, number, x, states):
-        """Draft step 1, 2, ..; see Chained. The first one's states are the target's features."""
-        e = self.draft_head.embed(x.tokens)
-        return self.prism(number, e, states, x.positions, x.attend)
-
-    # -- trees -----------------------------------------------------------------------------------------------
 
     def result(self, drafts, q, limit):
-        if self.width == 1:
-            return super().result(drafts, q, limit)
+        """A tree of at most `limit` drafts from columns (3, n) of nodes, see `round` and Drafter.propose."""
         # Other requests may have gone deeper.
         n = self.width + (min(self.depth, limit) - 1) * self.width ** 2
-        tokens, parents, scores = (some[:n] for some in drafts)
+        tokens, parents, scores = (column[:n] for column in drafts)
         worth = sum(math.exp(score) >= self.min_confidence / 4 for score in scores)
         return prune(tokens, parents, scores, max(min(limit, worth), 1), q)
 
     def round(self, x):
-        """All steps: of trees token, parent and score (B, 3, n) of all n nodes, and q (B, 1, N) of the first
-        step."""
-        if self.width == 1:
-            return super().round(x)
-        steps, _ = x.how
+        """All steps: the token, parent and score (B, 3, n) of all n nodes of the trees, see `prune`, and q (B,
+        1, N) of the first step."""
+        steps, _ = x.options
         width = self.width
         itself = torch.eye(width, dtype=torch.bool, device=x.tokens.device)
         # Step 1: the children of the last committed token.
-        states = self.step(1, x, x.features)[x.more["last"]][:, None]          # (B, open nodes, C)
+        states = self.step(1, x, x.features)[x.per_request["last"]][:, None]          # (B, open nodes, C)
         sees = states.new_empty(len(states), 1, 0, dtype=torch.bool)           # (B, open nodes, rows so far)
         so_far = states.new_zeros(states.shape[:2], dtype=torch.double)
         tokens, scores, q = self._children(1, x, states, so_far)               # (B, new nodes)
@@ -307,7 +314,7 @@ class PrismDrafter(Chained):
         n_nodes = 0                                                            # before the new ones
 
         for number in range(2, steps + 1):
-            ended = scores.amax(1) < x.more["min_confidence"].log()
+            ended = scores.amax(1) < x.per_request["min_confidence"].log()
             if x.ends_early and ended.all():
                 break
             # The best of the new nodes are opened, in order of creation. Each sees its parent's path and
@@ -328,8 +335,9 @@ class PrismDrafter(Chained):
         return [torch.cat(out, 2), q]
 
     def _children(self, number, x, states, so_far):
-        """The best children of all open nodes, whose scores are so_far (B, open nodes): tokens and scores (B,
-        open nodes * width), and the distributions q (B, open nodes, N)."""
+        """The `width` best children of each open node: tokens and scores (B, open nodes * width), and the
+        distributions q (B, open nodes, N). states (B, open nodes, C); so_far (B, open nodes): the nodes'
+        scores."""
         q, scores = self.guess(number, x, states)
         top = (scores / scores.sum(-1, keepdim=True)).topk(self.width)
         scores = so_far[..., None] + top.values.log().clamp(max=0)

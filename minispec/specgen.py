@@ -6,15 +6,14 @@ same weights but only about 5 % of the cache, then verifies all of them in one f
 cache. That forward computes every attention probability anyway, and those probabilities select the 5 % for
 the next round (PillarAttn): no second model, no training.
 
-One round of a request that has N tokens in the cache and N + 1 committed:
-    DRAFT    k times one row: t0, d1, .. at positions N, N + 1, ..; it sees the selected positions and the
-             round's own rows
-    VERIFY   k + 1 rows t0, d1 .. dk at positions N .. N + k with full causal attention, recording scores
-    (verdict)  verify.py accepts a of the k drafts and adds one token
+One round of a request that has N tokens in the cache and N + 1 committed, in the order of the code below:
+    DRAFT    k forwards of one row, t0, d1, .. at positions N, N + 1, ..; the row reads the selected positions
+             and the round's earlier rows
+    VERIFY   one forward of k + 1 rows t0, d1 .. dk at positions N .. N + k with full causal attention, which
+             records the scores; then verify.py accepts a of the k drafts and adds one token
     SELECT   for every layer and KV head, the positions that the next round drafts with
-The last rows of the prompt select for the first round. With delayed verification the host computes the
-verdict while the next forward already runs; the request sits that iteration out (a stall), the others do not
-wait.
+The last rows of the prompt select for the first round. With delayed verification the host verifies the drafts
+while the next forward already runs; the request sits that iteration out (a stall), the others do not wait.
 
 Unified schedule: requests in all phases share one forward. If all drafted together and verified together,
 forwards would have B rows k times and then (k + 1) B rows; with the phases spread evenly each has about (2k +
@@ -26,15 +25,15 @@ context; a accepted drafts; `scores` the mean softmax probability of a position 
 rows and the query heads of a group; `recent` the number of newest positions that are read in any case.
 
 Differences from the paper, and why:
-    The draft rows' keys and values go to a short buffer of the round, which also holds a copy of the selected
-    ones, instead of to the cache. The selection is fixed for a round, so gathering it once is cheaper on a
-    CPU than gathering it at every step, and the cache never holds a value computed under sparse attention
-    (the paper overwrites these values at verification).
+    The keys and values that draft rows read are copied to a short buffer once a round, and the draft rows'
+    own ones are appended to it. On a CPU this is cheaper than gathering the selection at every step, and the
+    cache never holds a value computed under sparse attention (the paper overwrites these values at
+    verification). On a GPU draft rows are written to the cache as in the paper, in CUDA graphs
+    (kernels/graphs.py).
     All k + 1 rows count in the scores; the released kernel drops rows beyond its first tile.
     By default scores are passed on to the following positions and remembered (`look_ahead`); select="pillar"
     is the paper's rule.
     Selections are positions, not slots, so a request may be offloaded and restored to other slots.
-On a GPU draft rows are written to the cache as in the paper, in CUDA graphs (kernels/graphs.py).
 """
 import math
 from dataclasses import dataclass, field
@@ -45,26 +44,26 @@ import torch.nn.functional as F
 from minispec.core.attention import FullKeys
 from minispec.core.engine import Scheduler
 from minispec.core.requests import Segment, check_k
-from minispec.core.verify import walk, warp
+from minispec.core.verify import choose, warp
 
 SELECTIONS = ("ahead", "pillar", "window")
 SCHEDULES = ("unified", "lockstep")
 # Constants of the selection "ahead", see look_ahead.
 FADE = 0.6
 MEMORY = 0.5
-GROWTH = 16                                  # entries that a pool of selections grows by beyond its need
+GROWTH = 16                                  # entries that buffers grow by beyond their need
 N_SINKS = 4                                  # first positions that a plain window keeps (StreamingLLM)
 
 
 @dataclass
 class SpecGenState:
-    """The state of a request between two verdicts.
+    """The state of one round of a request.
 
-    selected (L, G, c): the positions that its drafts read, None for all. recent: the number of newest
+    selected (L, G, c): the positions that its draft rows read, None for all. recent: the number of newest
     positions that they read besides. memory (L, G, T): scores that the next selection remembers. phase: of
     the schedule, 0 .. k, in which the round starts; None for the first round of a request, until it
-    starts. k: drafts of this round, set when it starts. logits: rows (V,) that the drafts were drawn from.
-    keys: PillarKeys of the round, once it drafts.
+    starts. k: drafts of this round, set when it starts. drafts: token ids so far. logits: rows (V,) that they
+    were drawn from. keys: PillarKeys of the round, once it drafts.
     """
     selected: torch.Tensor = None
     recent: int = 0
@@ -85,7 +84,7 @@ class SpecGen(Scheduler):
 
     k: drafts a round. sparsity, min_budget: size of the selection (see `budget`). select: "pillar", the
     paper's; "ahead", the same with `look_ahead`; "window", the first and the newest positions. schedule:
-    "unified" or "lockstep" (join the fullest phase). delayed: compute verdicts beside the next forward; a
+    "unified" or "lockstep" (join the fullest phase). delayed: verify drafts while the next forward runs; a
     round then takes one more iteration, which pays only where the host takes more than 1 / (k + 2) of an
     iteration: on a GPU. ValueError for settings out of range.
     """
@@ -108,29 +107,83 @@ class SpecGen(Scheduler):
         self.record = None if select == "window" else pillar_scores
         self.pool = None
 
-    def widest(self, length):
-        return budget(length, self.sparsity, self.min_budget)
+    def budget(self, length):
+        """The number of positions that a draft row reads of `length` cached ones (the paper's rule)."""
+        return min(length, max(self.min_budget, math.ceil(self.sparsity * length)))
 
     def extra_slots(self, r):
-        """The round's buffer, the scores and the draft's distributions, in slots of the cache."""
+        """The round's buffer, the scores and the drafts' distributions, in slots of the cache."""
         c = self.engine.model.config
         heads = c.n_layer * c.n_kv_head
         scores_and_q = 2 * heads * r.longest + self.k * c.vocab_size
-        return self.widest(r.longest) + self.k + math.ceil(scores_and_q / (2 * heads * c.head_dim))
+        return self.budget(r.longest) + self.k + math.ceil(scores_and_q / (2 * heads * c.head_dim))
 
-    # -- select: the prompt is read, or a verdict has been reached -------------------------------------------
+    # -- draft and verify: which rows, which keys ------------------------------------------------------------
+
+    def schedule(self, ready):
+        """Segments for the requests that draft, then for those that verify."""
+        if self.pool is None or self.pool.cache is not self.engine.cache:
+            self.pool = DraftPool(self.engine.cache, self.k)
+        for r in ready:
+            # A prompt of one token leaves nothing to select by.
+            r.state = r.state or SpecGenState()
+        for r in ready:
+            state = r.state
+            if state.k is None:
+                if state.phase is None:
+                    state.phase = self._first_phase(ready)
+                # The verification commits one token besides the drafts, so the last token needs no draft.
+                state.k = min(self.k - state.phase, r.remaining - 1)
+        drafting = [self._draft(r, r.state) for r in ready if not r.state.is_drafted]
+        return drafting + [self._verify(r, r.state) for r in ready if r.state.is_drafted]
+
+    def _first_phase(self, ready):
+        """The phase in which a request starts: the emptiest, so that all forwards have about as many rows.
+        In phase p the first round has k - p drafts, and reaches the verification with the others."""
+        # Requests in each phase: those that feed t0 or a draft, and in the last phase those that verify.
+        loads = [0] * (self.k + 1)
+        for other in ready:
+            state = other.state
+            if state.phase is not None:
+                loads[self.k if state.is_drafted else state.phase + len(state.drafts)] += 1
+        return loads.index(max(loads) if self.in_phase else min(loads))
+
+    def _draft(self, r, state):
+        """The row of the next draft step."""
+        if state.keys is None:
+            state.keys = PillarKeys(self.pool, r.blocks, r.n_cached, state.selected, state.recent)
+        token = state.drafts[-1] if state.drafts else r.tokens[-1]
+        return Segment(r, [token], r.n_cached + len(state.drafts), state.keys, "draft", n_logits=1)
+
+    def take_drafts(self, segments, logits):
+        """Draw the next draft of each request from its row of the logits (n, V)."""
+        for s, own, (token,) in zip(segments, logits, choose(segments, logits[:, None], drafting=True)):
+            s.request.state.drafts.append(token)
+            s.request.state.logits.append(own)
+
+    def _verify(self, r, state):
+        """The rows of the verification, with full attention."""
+        self.pool.give_back(state.keys)                    # the draft rows' buffer is free again
+        rows = [r.tokens[-1], *state.drafts]
+        keys = FullKeys(self.engine.cache, r.blocks, r.n_cached, len(rows), record=self.record)
+        q = lambda: warp(torch.stack(state.logits), r.sampling)
+        return Segment(r, rows, r.n_cached, keys, "verify", len(rows), state.drafts,
+                       q if state.drafts else None)
+
+    # -- select: the prompt is read, or drafts have been verified --------------------------------------------
 
     def verified(self, segment, accepted):
         """Begin the next round: select the positions that it drafts with."""
         r = segment.request
-        prompt = segment.kind == "prefill"                 # its end: all of its rows are right
+        prompt = segment.kind == "prefill"                 # the end of a prompt: all of its rows stay
         r.state = self._select(r, segment.keys, len(segment.tokens) - 1 if prompt else accepted)
         r.state.phase = None if prompt else 0
 
     def _select(self, r, keys, accepted):
-        """The accepted + 2 newest positions (not every row saw these, so their averages do not compare), then
-        the top scores of this verification."""
-        b = self.widest(r.n_cached)
+        """The SpecGenState of the next round, from the scores (L, G, T) of a verification's keys. The
+        accepted + 2 newest positions are read in any case: not every row saw the accepted drafts, so their
+        averages are too low. Of the older positions, those with the largest scores fill up the budget."""
+        b = self.budget(r.n_cached)
         if b == r.n_cached:                                # all positions fit into the budget
             return SpecGenState()
         recent = min(b, accepted + 2)
@@ -144,60 +197,6 @@ class SpecGen(Scheduler):
             scores = look_ahead(scores, r.state.memory if r.state else None)
         older = scores[:, :, :-recent]
         return SpecGenState(older.topk(b - recent, dim=-1, sorted=False).indices, recent, scores)
-
-    # -- schedule: which rows, which keys --------------------------------------------------------------------
-
-    def schedule(self, ready):
-        """Segments for the requests that draft, then for those that verify."""
-        if self.pool is None or self.pool.cache is not self.engine.cache:
-            self.pool = DraftPool(self.engine.cache, self.k)
-        for r in ready:
-            # A prompt of one token leaves nothing to select by.
-            r.state = r.state or SpecGenState()
-        for r in ready:
-            if r.state.k is None:
-                self._start(r, ready)
-        drafting = [self._draft(r, r.state) for r in ready if not r.state.is_drafted]
-        return drafting + [self._verify(r, r.state) for r in ready if r.state.is_drafted]
-
-    def _start(self, r, ready):
-        """Set the number of drafts of a round: the iterations before the schedule's verification. The verdict
-        commits one token besides the drafts, so the last token needs no draft."""
-        if r.state.phase is None:
-            r.state.phase = self._first_phase(ready)
-        r.state.k = min(self.k - r.state.phase, r.remaining - 1)
-
-    def _first_phase(self, ready):
-        """The phase in which a request starts: the emptiest, so that all forwards have about as many rows."""
-        # Requests in each phase: feeding t0 or a draft, or, in the last phase, verifying.
-        loads = [0] * (self.k + 1)
-        for other in ready:
-            state = other.state
-            if state.phase is not None:
-                loads[self.k if state.is_drafted else state.phase + len(state.drafts)] += 1
-        return loads.index(max(loads) if self.in_phase else min(loads))
-
-    def _draft(self, r, state):
-        if state.keys is None:
-            state.keys = PillarKeys(self.pool, r.blocks, r.n_cached, state.selected, state.recent)
-        token = state.drafts[-1] if state.drafts else r.tokens[-1]
-        return Segment(r, [token], r.n_cached + len(state.drafts), state.keys, "draft", 1)
-
-    def _verify(self, r, state):
-        self.pool.give_back(state.keys)                    # the drafts' list is not needed any more
-        rows = [r.tokens[-1], *state.drafts]
-        keys = FullKeys(self.engine.cache, r.blocks, r.n_cached, len(rows), record=self.record)
-        q = lambda: warp(torch.stack(state.logits), r.sampling)
-        return Segment(r, rows, r.n_cached, keys, "verify", len(rows), state.drafts,
-                       q if state.drafts else None)
-
-    # -- after the forward of a draft step -------------------------------------------------------------------
-
-    def take_drafts(self, segments, logits):
-        """Draw the next draft of each request from its row of the logits (n, V)."""
-        for s, own, (_, token) in zip(segments, logits, walk(segments, logits, drafting=True)):
-            s.request.state.drafts.append(token)
-            s.request.state.logits.append(own)
 
     def release(self, r):
         if r.state:
@@ -214,11 +213,6 @@ def pillar_scores(probs):
     return probs.mean(-2)
 
 
-def budget(length, sparsity, min_budget):
-    """The number of positions that a draft row reads of `length` cached ones (the paper's budget rule)."""
-    return min(length, max(min_budget, math.ceil(sparsity * length)))
-
-
 def look_ahead(scores, memory):
     """Scores (L, G, T) of the selection "ahead". Attention to a position often moves on to the following
     positions, because text is read in order. So a score is passed on to the next 7 positions, fading with
@@ -233,102 +227,104 @@ def look_ahead(scores, memory):
     return scores
 
 
-# -- what draft rows read ------------------------------------------------------------------------------------
+# -- the keys of draft rows ----------------------------------------------------------------------------------
 
 @dataclass(eq=False)
 class PillarKeys:
-    """The positions that a request's draft rows read in one round: selected (L, G, c), chosen per layer and
-    KV head, and the `recent` newest of `length` cached ones (selected None: all of them); then the rows of
-    the round itself. `blocks` are the request's; `server` is a DraftPool."""
-    server: object
+    """The keys that a request's draft rows read in one round: at the positions selected (L, G, c), chosen for
+    each layer and KV head, at the `recent` newest of `length` cached ones (selected None: at all of them),
+    and at the positions of the round's own rows. blocks: the request's. backend: a DraftPool."""
+    backend: object
     blocks: object
     length: int
     selected: torch.Tensor
     recent: int
-    row: int = None                          # in the pool, once it is gathered
+    buffer: int = None                       # its number in the pool, once the keys are gathered
     scores = None
 
     def __post_init__(self):
-        # Entries of the list so far.
+        # Entries of the buffer so far.
         self.n = self.length if self.selected is None else self.selected.shape[-1] + self.recent
 
 
 class DraftPool:
-    """A copy of the keys and values that every drafting request reads, (L, rows, G, width, D), so that one
-    product a layer serves all requests. The first draft step of a round gathers a row; every step appends to
-    it. (On a GPU the kernel reads the cache in place, and there is no copy.)"""
+    """The attention backend of draft rows. Each drafting request has a buffer, a copy of the keys and values
+    that it reads; all buffers are one tensor (L, buffers, G, width, D), so that one product a layer serves
+    all requests. The first draft step of a round gathers the selection, and every step appends its row. (On a
+    GPU the kernel reads the cache in place, and there is no copy.)"""
 
     def __init__(self, cache, room):
         """room: draft rows that a round may append."""
         self.cache = cache
         self.room = room
-        self.taken = []                                    # row -> the keys that have it, or None
+        self.taken = []                                    # buffer -> the keys that have it, or None
         layers, groups, _, d = cache.k.shape
         self.k = self.v = cache.k.new_empty(layers, 0, groups, 0, d)
 
     def give_back(self, keys):
-        if keys is not None and keys.row is not None:
-            self.taken[keys.row] = None
-            keys.row = None
+        """Free the buffer of a round's keys, if they have one."""
+        if keys is not None and keys.buffer is not None:
+            self.taken[keys.buffer] = None
+            keys.buffer = None
 
     def gather(self, keys):
-        """Take a row of the pool, and copy the selected keys and values into it."""
+        """Take a buffer, and copy the keys and values of the selected and newest positions into it."""
         if None not in self.taken:
             self.taken.append(None)
-        keys.row = self.taken.index(None)
-        self.taken[keys.row] = keys
+        keys.buffer = self.taken.index(None)
+        self.taken[keys.buffer] = keys
         self._grow(len(self.taken), keys.n + self.room)
-        # The first slot of each layer and head, with the cache seen as one table of rows (D,).
+        # The first slot of each layer and head, with the cache seen as one table of vectors (D,).
         layers, groups, n_slots, _ = self.cache.k.shape
         heads = torch.arange(0, layers * groups * n_slots, n_slots, device=self.k.device)
         heads = heads.view(layers, groups, 1)
-        # The slots of all positions, then of those that are seen.
+        # The slots of all positions, then of those that are read.
         slots = self.cache.slots_of(keys.blocks, range(keys.length))
         if keys.selected is not None:
             newest = slots[keys.length - keys.recent:].expand(*keys.selected.shape[:2], -1)
             slots = torch.cat([slots[keys.selected], newest], 2)               # (L, G, n)
         for pool, cached in ((self.k, self.cache.k), (self.v, self.cache.v)):
-            # F.embedding copies whole rows: a tenth of the time of gather.
-            pool[:, keys.row, :, :keys.n] = F.embedding(heads + slots, cached.flatten(0, 2))
+            # F.embedding copies whole vectors: a tenth of the time of gather.
+            pool[:, keys.buffer, :, :keys.n] = F.embedding(heads + slots, cached.flatten(0, 2))
 
-    def _grow(self, rows, width):
-        more_rows = max(rows - self.k.shape[1], 0)
+    def _grow(self, n_buffers, width):
+        more_buffers = max(n_buffers - self.k.shape[1], 0)
         more_width = max(width - self.k.shape[3], 0)
         if more_width:
             more_width += GROWTH
-        if more_rows or more_width:
-            padding = (0, 0, 0, more_width, 0, 0, 0, more_rows)
+        if more_buffers or more_width:
+            padding = (0, 0, 0, more_width, 0, 0, 0, more_buffers)
             self.k, self.v = (F.pad(x, padding) for x in (self.k, self.v))
 
-    def serve(self, members):
-        """store and read of the draft rows of some keys, one each, see packed_attend."""
+    def plan(self, members):
+        """store and read of the draft rows of n keys, a row each; see packed_attend."""
         for keys in members:
-            if keys.row is None:
+            if keys.buffer is None:
                 self.gather(keys)
-        place = [keys.row for keys in members]             # the list of each row of the forward
-        n_lists = max(place) + 1                           # lists between them are computed, too, for nothing
-        _, _, groups, width, d = self.k.shape              # whole lists, because torch would copy a part
-        query, new = [0] * n_lists, []                     # the row of each list (some have none)
-        # Lists differ in length: the entries behind the end of each are hidden.
-        mask = torch.full((n_lists, groups, width, 1), float("-inf"), dtype=self.k.dtype)
+        buffers = [keys.buffer for keys in members]        # of each row
+        b = max(buffers) + 1                               # free ones between them are computed for nothing
+        _, _, groups, width, d = self.k.shape              # whole buffers, because torch would copy a part
+        row_of, new = [0] * b, []                          # the row of each buffer; a free one has any
+        # Buffers differ in length: the entries after the end of each are hidden.
+        mask = torch.full((b, groups, width, 1), float("-inf"), dtype=self.k.dtype)
         for i, keys in enumerate(members):
-            query[keys.row] = i
-            # The new key goes to the end of the list, of a layer seen as one table of rows (D,).
-            new += [(keys.row * groups + head) * width + keys.n for head in range(groups)]
+            row_of[keys.buffer] = i
+            # The new key goes to the end of the buffer, with a layer seen as one table of vectors (D,).
+            new += [(keys.buffer * groups + head) * width + keys.n for head in range(groups)]
             keys.n += 1
-            mask[keys.row, :, :keys.n] = 0.0
-        query, place, new = (torch.tensor(x, device=self.k.device) for x in (query, place, new))
-        mask = mask.flatten(0, 1).to(self.k.device)                            # (lists * G, width, 1)
+            mask[keys.buffer, :, :keys.n] = 0.0
+        row_of, buffers, new = (torch.tensor(x, device=self.k.device) for x in (row_of, buffers, new))
+        mask = mask.flatten(0, 1).to(self.k.device)                            # (b * G, width, 1)
 
         def store(layer, k, v):
             for pool, x in ((self.k[layer], k), (self.v[layer], v)):
                 pool.view(-1, d).index_copy_(0, new, x.reshape(-1, d))
 
         def read(layer, q):
-            keys, values = (pool[layer, :n_lists].flatten(0, 1) for pool in (self.k, self.v))
-            q = q.index_select(0, query).view(n_lists * groups, -1, d)         # (lists * G, g, D)
+            keys, values = (pool[layer, :b].flatten(0, 1) for pool in (self.k, self.v))
+            q = q.index_select(0, row_of).view(b * groups, -1, d)              # (b * G, g, D)
             # Keys come first in the product: torch would copy their transpose.
-            logits = torch.baddbmm(mask, keys, q.mT, alpha=d ** -0.5)          # (lists * G, width, g)
-            out = logits.mT.softmax(-1) @ values                               # (lists * G, g, D)
-            return out.view(n_lists, -1, d).index_select(0, place)             # (n, H, D)
+            logits = torch.baddbmm(mask, keys, q.mT, alpha=d ** -0.5)          # (b * G, width, g)
+            out = logits.mT.softmax(-1) @ values                               # (b * G, g, D)
+            return out.view(b, -1, d).index_select(0, buffers)                 # (n, H, D)
         return store, read

@@ -97,12 +97,12 @@ def test_requests_are_served_together_wherever_their_blocks_lie(rows, heads, ord
 def test_several_requests_are_read_block_by_block(monkeypatch):
     """A request alone is read as one matrix while its blocks are neighbours."""
     served = []
-    monkeypatch.setattr(OneRequest, "serve", lambda self, members: served.append(members))
+    monkeypatch.setattr(OneRequest, "plan", lambda self, members: served.append(members))
     cache = KVCache(toy_model().config, 100)
     keys = [FullKeys(cache, cache.open(12), 10, 1) for _ in range(2)]
     keys[0].blocks.table.reverse()
     for some in (keys, keys[:1], keys[1:]):
-        FewRows(cache, 1).serve(some)
+        FewRows(cache, 1).plan(some)
     assert served == [keys[1:]]
 
 
@@ -247,6 +247,6 @@ def test_texts_of_one_block_each_lie_in_any_order():
         one.blocks.table[:] = [block]
     c = toy_model().config
     q = torch.randn(3, c.n_head, c.head_dim)
-    _, read = FewRows(cache, 1).serve(keys)
-    alone = [FewRows(cache, 1).serve([one])[1](0, row[None]) for one, row in zip(keys, q)]
+    _, read = FewRows(cache, 1).plan(keys)
+    alone = [FewRows(cache, 1).plan([one])[1](0, row[None]) for one, row in zip(keys, q)]
     assert (read(0, q) - torch.cat(alone)).abs().max() < 1e-5

@@ -429,7 +429,7 @@ def argmax_drafts(self, streams, positions):
 
 def likeliest(segments, logits, drafting):
     """The same mistake of SpecGen."""
-    return [([], row.argmax().item()) for row in logits]
+    return [[row.argmax().item()] for row in logits]
 
 
 def as_drawn(chains, *args, real=verify.rejection):
@@ -467,7 +467,7 @@ WINDOW = SpecDiffDrafter, "_chains"
     "owner, attribute, mistake, name, rounds",
     [
         (DraftHead, "noise", argmax_drafts, "draft", 5_000),
-        (specgen, "walk", likeliest, "sparse", 5_000),
+        (specgen, "choose", likeliest, "sparse", 5_000),
         (verify, "rejection", as_drawn, "draft, copies", 15_000),
         (verify, "coins", one_coin, "draft", 5_000),
         (*drafts(*PRISM, leave_out_the_improbable), "tiny prism chain", 4_000),

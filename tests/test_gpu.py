@@ -16,7 +16,7 @@ from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.gpt import GPT
 from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request, Segment
-from minispec.core.verify import Sampling, walk
+from minispec.core.verify import Sampling, verify
 from minispec.specgen import SpecGen
 from minispec.tools.script import check_device
 
@@ -99,7 +99,7 @@ def test_delayed_verdicts_are_found_on_a_stream_of_their_own(log, monkeypatch):
     """After the forward that made the logits, beside the one that runs now, before their tokens are used."""
     engine = Engine(TARGET, SCHEDULERS["specgen delayed"], 8)
     engine.side = Stream(log)
-    for name in ("commit", "_take_in"):
+    for name in ("commit", "_postprocess"):
         def logged(*args, name=name, real=getattr(engine, name)):
             log.append(name)
             return real(*args)
@@ -107,7 +107,7 @@ def test_delayed_verdicts_are_found_on_a_stream_of_their_own(log, monkeypatch):
         monkeypatch.setattr(engine, name, logged)
     got = [g.token_ids for g in engine.generate([Request(p, 10) for p in PROMPTS])]
     assert got == answers(SyncScheduler)[0]
-    assert log == ["waits", "begin", "commit", "end", "is done", "_take_in"] * len(engine.iterations)
+    assert log == ["waits", "begin", "commit", "end", "is done", "_postprocess"] * len(engine.iterations)
 
 
 def test_what_leaves_for_the_host_takes_a_stream_of_its_own_to_pinned_memory(log, monkeypatch):
@@ -140,7 +140,7 @@ def test_the_targets_distributions_stay_on_its_device(monkeypatch):
             r = Request([3, 4], 30, Sampling(1.0, seed=seed, rule=rule))
             drafts = [1, 2, 3, 4, 5, 6]
             s = Segment(r, [4, *drafts], 1, None, "verify", 7, drafts, parents=[0, 0, 1, 1, 2, 3])
-            walk([s], torch.randn(7, 5000))
+            verify([s], torch.randn(7, 5000))
     assert len(asked) >= 10 and max(asked) <= 3 * 7
 
 
@@ -161,7 +161,7 @@ def test_a_draft_row_follows_its_request_to_other_blocks(monkeypatch):
     stream = engine.stream([request])
     while request.state is None or len(request.state.drafts) < 1:
         next(stream) if request.state is None else engine._iterate(0.0)
-    run = Graphs(None, engine.cache, 2, request.longest, engine.scheduler.widest(request.longest), 2)
+    run = Graphs(None, engine.cache, 2, request.longest, engine.scheduler.budget(request.longest), 2)
     cache, start = engine.cache, request.n_cached + len(request.state.drafts)
     for _ in range(2):
         plan = engine.scheduler.schedule([request])

@@ -371,7 +371,7 @@ SPECDIFF = specdiff.for_target(TARGET, gamma=3).eval()
 DRAFTERS = {
     "draft": (partial(SmallLM, SMALL, TARGET), 3),
     "prism": (partial(prism.PrismDrafter, PRISM, TARGET, 4), 4),
-    "prism tree": (partial(prism.PrismDrafter, PRISM, TARGET, 3, 3), 7),
+    "prism tree": (partial(prism.PrismTreeDrafter, PRISM, TARGET, 3, 3), 7),
     "specdiff": (partial(specdiff.SpecDiffDrafter, SPECDIFF, TARGET), 3),
     "specdiff K=3": (partial(specdiff.SpecDiffDrafter, SPECDIFF, TARGET, k_drafts=3), 9),
 }

@@ -16,7 +16,7 @@ from minispec.core.engine import Engine
 from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling, draw, greedy_tree, warp
-from minispec.prism import PrismConfig, PrismDrafter
+from minispec.prism import PrismConfig, PrismTreeDrafter
 
 DRAFTERS = {m: toy_prism(step_map=MAPS[m]) for m in MAPS}
 
@@ -226,7 +226,7 @@ def first_tree(prompt, stop):
     seen = []
     steps = []
 
-    class Watched(PrismDrafter):
+    class Watched(PrismTreeDrafter):
         def step(self, number, *args):
             steps.append(number)
             return super().step(number, *args)

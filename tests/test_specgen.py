@@ -10,7 +10,7 @@ from minispec.core.gpt import dense_attend
 from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request
-from minispec.specgen import FADE, DraftPool, PillarKeys, SpecGenState, SpecGen, budget, look_ahead
+from minispec.specgen import FADE, DraftPool, PillarKeys, SpecGenState, SpecGen, look_ahead
 
 MODEL = toy_model()
 PROMPT = torch.randint(0, 64, (90,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -42,7 +42,7 @@ def draft(tokens, keys):
 
 
 def length_of(keys):
-    """The entries of a list before the rows of its round."""
+    """The entries of a buffer before the rows of its round."""
     return keys.length if keys.selected is None else keys.selected.shape[-1] + keys.recent
 
 
@@ -79,7 +79,7 @@ def test_draft_rows_see_the_selection_the_recent_window_and_themselves(cache):
 
 
 def test_requests_that_draft_together_see_what_each_sees_alone(cache):
-    """Two of three rows of a pool draft; their lists differ in length, one of them is everything."""
+    """Two of three buffers of a pool draft; they differ in length, one of them holds everything."""
     lengths = 60, 37, 50
     blocks = [read(cache, n) for n in lengths]
     chosen = [(torch.arange(4).expand(2, 2, -1), 3), (None, 0), (torch.arange(14).expand(2, 2, -1), 3)]
@@ -90,13 +90,13 @@ def test_requests_that_draft_together_see_what_each_sees_alone(cache):
     pool = DraftPool(cache, 2)
     shared = lists(pool)
     alone = [lists(DraftPool(cache, 2))[i] for i in range(3)]
-    draft([7], shared[:1])  # takes the first row, then sits out
+    draft([7], shared[:1])  # takes the first buffer, then sits out
     for token in (3, 5):
         want = torch.cat([draft([token], [keys]) for keys in alone[1:]])
         assert (draft([token, token], shared[1:]) - want).abs().max() < 1e-4
     assert pool.taken == shared
     pool.give_back(shared[1])
-    assert pool.taken == [shared[0], None, shared[2]] and shared[1].row is None
+    assert pool.taken == [shared[0], None, shared[2]] and shared[1].buffer is None
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_list_of_everything_equals_dense_attention(cache, selected, recent):
     ],
 )
 def test_budget_rule(length, sparsity, least, want):
-    assert budget(length, sparsity, least) == want
+    assert SpecGen(None, sparsity=sparsity, min_budget=least).budget(length) == want
 
 
 @pytest.mark.parametrize("select", ["pillar", "ahead"])
@@ -191,7 +191,7 @@ def test_the_end_of_the_prompt_selects_for_the_first_round(chunk):
     assert generation.token_ids == AR.token_ids[:20]
     state, keys, accepted, n_cached = scheduler.made[0]
     assert n_cached == len(PROMPT) and accepted == keys.n - 1 and keys.n == min(chunk, 9)
-    assert state.selected.shape[-1] + state.recent == budget(len(PROMPT), 0.1, 2)
+    assert state.selected.shape[-1] + state.recent == scheduler.budget(len(PROMPT))
     # The same scores, when all of the prompt is recorded but its last rows alone are averaged.
     start = len(PROMPT) - keys.n
     cache = KVCache(MODEL.config, 200)
@@ -213,7 +213,7 @@ def test_cache_after_rounds_equals_a_dense_pass():
 def test_a_prompt_reports_how_far_it_is_read():
     engine = Engine(MODEL, SyncScheduler, 1, prefill_chunk=32)
     seen = []
-    engine.on_read = seen.append
+    engine.on_prefill = seen.append
     engine.generate([Request(PROMPT, 2)])
     assert seen == [32, 32, 26]
 

@@ -17,7 +17,7 @@ from minispec.core.requests import Request
 from minispec.core.verify import Sampling
 from minispec.core.draft_head import most_frequent
 from minispec.data import recorded, rollouts
-from minispec.prism import PrismConfig, PrismDrafter
+from minispec.prism import PrismConfig, PrismDrafter, PrismTreeDrafter
 from minispec.specdiff import SpecDiffConfig, SpecDiffDrafter
 from minispec.tools.checkpoints import fingerprint
 from minispec.tools.drafter_files import load_drafter, save_drafter
@@ -68,7 +68,9 @@ def scheduler(drafter, target=TARGET, stop=0.0, k=None, **settings):
     """SyncScheduler with a drafter of either kind."""
 
     def make(engine):
-        kind = PrismDrafter if isinstance(drafter, prism.Prism) else SpecDiffDrafter
+        kind = PrismTreeDrafter if "width" in settings else PrismDrafter
+        if not isinstance(drafter, prism.Prism):
+            kind = SpecDiffDrafter
         made = kind(drafter, target, **settings)
         made.min_confidence = stop
         return SyncScheduler(engine, made, k or made.gamma * made.width)

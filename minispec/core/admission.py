@@ -32,7 +32,7 @@ class Admission:
         self.recomputed = 0                                # tokens that `preempt` threw away
         self.shared = 0                                    # prompt tokens found in blocks of other requests
 
-    def step(self):
+    def admit(self):
         """Before an iteration: make room for the rows of the active requests, then admit others. Returns the
         verdicts that this needed, as [(request, newly committed tokens)]."""
         engine = self.engine
@@ -91,6 +91,7 @@ class Admission:
         return True
 
     def _push_out(self, r):
+        """Pause a request that is no longer active (`offload`), or let it wait again (`preempt`)."""
         assert not any(s.request is r for s in self.engine.pending), "a request leaves before its verdict"
         if self.policy == "offload":
             # its buffers count as moved with it
@@ -104,14 +105,15 @@ class Admission:
             self.engine.waiting.insert(0, r)
 
     def _enter(self, r):
+        """Give a waiting request its first blocks. Returns whether it may enter now."""
         cache = self.engine.cache
         extra = self.engine.scheduler.extra_slots(r)
-        if self._missing_slots() + self.claim(r) + extra > cache.free or self._is_being_read(r):
+        if self._missing_slots() + self.claim(r) + extra > cache.free or self._is_being_prefilled(r):
             return False
         r.blocks = Allocation()
         if self.engine.scheduler.shares and not r.n_cached:
-            # The last rows are read in any case: they give the first token, and the scores that they record.
-            # Without two of them the request would draft at once, and not as if it had read its prompt alone.
+            # The last rows are always prefilled: they give the first token, and the recorded scores. At least
+            # two, because a request with one row left counts as prefilled, and would draft at once.
             known = len(r.tokens) - max(self.engine.scheduler.record_prompt, 2)
             r.n_cached = cache.share(r.blocks, r.tokens[:max(known, 0)])
             self.shared += r.n_cached
@@ -119,12 +121,12 @@ class Admission:
         cache.charged += extra
         return True
 
-    def _is_being_read(self, r):
-        """Whether an active request is reading the same beginning, which this one will share."""
+    def _is_being_prefilled(self, r):
+        """Whether an active request still prefills the beginning that this one will share."""
         if not self.engine.scheduler.shares:
             return False
         n = self.engine.cache.block
-        return any(not other.is_read and len(r.tokens) > n and other.tokens[:n] == r.tokens[:n]
+        return any(not other.is_prefilled and len(r.tokens) > n and other.tokens[:n] == r.tokens[:n]
                    for other in self.engine.active)
 
     def _resume(self, r):

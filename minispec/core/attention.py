@@ -1,21 +1,21 @@
 """Which keys may a query see? The `attend` callables that are handed to the model.
 
 Training:  gpt.dense_attend(mask) sees whole sequences.
-Decoding:  `packed_attend(segments)` serves one packed batch in which every request contributes its own number
-           of query rows. Each segment brings its own *keys* object, which says where the rows' keys and
-           values are stored and which positions the rows may read. FullKeys reads all cached positions,
-           causally among the new rows or along the paths of a draft tree. specgen.py adds PillarKeys, a short
-           list of positions per layer and head. Keys with the same `server` are served together:
+Decoding:  `packed_attend(spans)` attends for one packed batch in which every request has its own number of
+           query rows. The rows of a request come with a *keys* object, which says where their keys and
+           values are stored and which positions they may read. FullKeys reads all cached positions,
+           causally among the new rows or along the paths of a draft tree. specgen.py adds PillarKeys, a few
+           positions per layer and KV head. Keys with the same `backend` are computed together:
 
                OneRequest    a prompt, or the only request: its keys as one matrix
                FewRows       up to FEW rows each of several requests: block by block
-               DraftPool     SpecGen's draft rows: a copy of the listed keys (specgen.py)
+               DraftPool     SpecGen's draft rows: a copy of the selected keys (specgen.py)
 
 On a GPU:  kernels/attention.py replaces packed_attend by one kernel per layer.
 
-Shapes, for one layer: N packed rows, n of them from one request; H query heads, G key/value heads, g = H /
-G query heads share a key head; D numbers a head; T positions that a request has cached, its new rows
-included.
+Shapes, for one layer: N packed rows of B requests, n of them from one request; H query heads, G key/value
+heads, g = H / G query heads share a key head; D numbers a head; T positions that a request has cached, its
+new rows included.
 """
 from collections import Counter
 from dataclasses import dataclass
@@ -29,23 +29,23 @@ from minispec.core.kv_cache import KVCache
 # cuDNN makes a new plan for every length, and in decoding every forward has another length.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
-FEW = 64            # rows of a request up to which it is served together with others; a prompt has more
+FEW = 64            # rows of a request up to which it is computed together with others; a prompt has more
 
 
 # -- decoding: one packed batch, a keys object for every request ---------------------------------------------
 
-def packed_attend(segments, device=None):
-    """attend over packed rows q (N, H, D). segments: [(first row, last row + 1, keys)], which cover all rows.
+def packed_attend(spans, device=None):
+    """attend over packed rows q (N, H, D). spans: [(first row, last row + 1, keys)], which cover all rows.
 
-    server.serve(list of keys) returns store(layer, k, v), which keeps the new rows' keys and values (n, G,
-    D), and read(layer, q (n, H, D)) -> (n, H, D)."""
+    backend.plan(list of keys) does all that is the same in every layer. It returns store(layer, k, v), which
+    stores the new rows' keys and values (n, G, D), and read(layer, q (n, H, D)) -> (n, H, D)."""
     groups = {}
-    for first, end, keys in segments:
-        groups.setdefault(keys.server, []).append((first, end, keys))
+    for first, end, keys in spans:
+        groups.setdefault(keys.backend, []).append((first, end, keys))
     parts = []                                           # (rows, store, read)
-    for server, members in groups.items():
+    for backend, members in groups.items():
         rows = torch.tensor([row for first, end, _ in members for row in range(first, end)], device=device)
-        parts.append((rows, *server.serve([keys for *_, keys in members])))
+        parts.append((rows, *backend.plan([keys for *_, keys in members])))
 
     def attend(layer, q, k, v):
         if len(parts) == 1:
@@ -66,8 +66,8 @@ class FullKeys:
     """n new rows at positions start.. of a request that has `blocks` of the cache: append their keys and
     values, and let row i see every position up to start + i.
 
-    tail: bool (n, m), which of the last m positions each row sees instead, where the rows belong to a tree or
-    see each other; each sees all positions before them.
+    tail: bool (n, m), for rows that are not causal, as in a tree: which of the last m positions each row
+    sees. All rows see all positions before these.
 
     record(probs (.., rows, T)) -> (.., T): if given, `scores` (L, G, T) keeps its results for the softmax
     probabilities of each layer and KV head. Their rows are the n rows of the g query heads of a group.
@@ -86,7 +86,7 @@ class FullKeys:
         if record:
             layers, groups, _, _ = cache.k.shape
             self.scores = torch.empty(layers, groups, self.length, device=cache.k.device)
-        self.server = FewRows(cache, n) if n <= FEW else OneRequest()
+        self.backend = FewRows(cache, n) if n <= FEW else OneRequest()
 
     def sees(self):
         """bool (n, m): which of the newest m positions each row sees. All rows see all positions before."""
@@ -119,7 +119,7 @@ def additive(sees, cache):
 class OneRequest:
     """Attention of one request's rows over all of its keys: a prompt, or a request alone."""
 
-    def serve(self, members):
+    def plan(self, members):
         keys, = members
         cache = keys.cache
         read_cache = cache.reader(keys.blocks, keys.length)
@@ -158,12 +158,12 @@ class FewRows:
     cache: KVCache
     n: int
 
-    def serve(self, members):
+    def plan(self, members):
         cache = self.cache
         if len(members) == 1 and cache.lies_together(members[0].blocks, members[0].length):
-            return OneRequest().serve(members)
+            return OneRequest().plan(members)
         # 1. The m blocks, in the order of the pool. A block that several requests share is read once for each
-        # of them: the repetitions follow behind the others.
+        # of them: its repetitions come after all other blocks.
         readers = Counter()
         order = []                                       # (readers before, block, request, number there)
         for i, keys in enumerate(members):
@@ -171,7 +171,7 @@ class FewRows:
                 order.append((readers[block], block, i, j))
                 readers[block] += 1
         _, blocks, owner, number = zip(*sorted(order))
-        # Spans of neighbours: which of the blocks, and their keys and values (L, G, blocks, BLOCK, D).
+        # Spans of neighbours: a slice of the m blocks, and their keys and values (L, G, blocks, BLOCK, D).
         starts = [i for i, block in enumerate(blocks) if not i or block != blocks[i - 1] + 1]
         spans = []
         for first, end in zip(starts, [*starts[1:], len(blocks)]):
@@ -195,7 +195,8 @@ class FewRows:
                 own = (owner == i).nonzero()[:, 0]
                 recorded[i] = own[number[own].argsort()]
         owner, masked = owner.to(cache.k.device), masked.to(cache.k.device)
-        one_each, place = len(blocks) == len(members) and not recorded, owner.argsort()
+        one_each = len(blocks) == len(members) and not recorded
+        block_of = owner.argsort()                       # of each request, if it has one block
 
         def products(rows, layer, values):
             """rows (G, m, r, ..) times the keys, or the values, of their blocks -> (G, m, r, ..)."""
@@ -214,7 +215,7 @@ class FewRows:
             x.index_add_(1, masked, mask.expand(groups, -1, -1, -1))
             if one_each:
                 # Short texts need no sums over blocks.
-                out = products(x.softmax(-1), layer, 1).index_select(1, place).transpose(0, 1)
+                out = products(x.softmax(-1), layer, 1).index_select(1, block_of).transpose(0, 1)
                 return ungroup_rows(out, self.n).flatten(0, 1)
             of_row = owner[None, :, None].expand(groups, -1, rows)
             top = x.new_full((groups, b, rows), float("-inf")).scatter_reduce_(1, of_row, x.amax(-1), "amax")

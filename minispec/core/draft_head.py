@@ -1,14 +1,13 @@
-"""A drafter that is trained for one target, and what it uses of the target: the embedding, the head or a few
-rows of it, and hidden states.
+"""A drafter that is trained for one target, and the parts of the target that it uses: the embedding, the head
+or a few rows of it, and hidden states.
 
-A drafter of one layer is small, the head of a real model is not: of SmolLM2's 135M weights 28M are the
-vocabulary, a drafter's layer has 4M. A drafter may therefore have a *draft vocabulary* (FR-Spec 2502.14856,
-EAGLE-3 2503.01840): the N tokens that the target writes most. It reads only their rows of the head, in
-training too.
+A drafter of one layer is small, the head of a real model is not: SmolLM2 has 135M weights, its head 28M, a
+drafter's layer 4M. A drafter may therefore have a *draft vocabulary* (FR-Spec 2502.14856, EAGLE-3
+2503.01840): the N tokens that the target writes most. It reads only their rows of the head, in training too.
 
-Nothing is lost by it. The drafter's distribution q is 0 for all other tokens, and no rule of verify.py asks
-for more than a q that the drafts were really drawn from. Tokens outside come from the target: as the
-correction of a rejected draft, or as the bonus.
+Decoding stays lossless. The drafter's distribution q is 0 for all other tokens, and the rules of verify.py
+only ask for the q that the drafts were really drawn from. Tokens outside the draft vocabulary come from the
+target: as the correction of a rejected draft, or as the bonus.
 """
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -86,7 +85,8 @@ def most_frequent(answers, n, vocab_size):
 # -- the target's hidden states ------------------------------------------------------------------------------
 
 def feature_layers_of(config):
-    """The numbers of a low and a middle layer: with the final states, what EAGLE-3 (2503.01840) reads."""
+    """The numbers of a low and a middle layer. With the final states they are the input of EAGLE-3
+    (2503.01840)."""
     return tuple(sorted({config.n_layer // 10, config.n_layer // 2}))
 
 
@@ -130,7 +130,7 @@ class TrainedDrafter(nn.Module):
         self.config = config
         self.__dict__["target"] = target                 # not registered, so neither trained nor saved
         self.rope = gpt.Rope(config)
-        # The ids, until its file is read.
+        # Zeros, until `restrict` or a file gives the ids.
         self.register_buffer("vocabulary", torch.zeros(n, dtype=torch.long) if n else None)
 
     @cached_property

@@ -1,15 +1,15 @@
 """Drafters that need no training of their own, and the base classes of all drafters.
 
-    Drafter     what the engine asks of a drafter
-    Cached      has its own keys and values; a DraftState for every request
-    Chained     drafts token by token; on a GPU a round is one CUDA graph
+    Drafter     the interface between the engine and a drafter
+    Cached      a drafter with its own keys and values; a DraftState for every request
+    Chained     a Cached that drafts token by token; on a GPU a round is one CUDA graph
     NGram       prompt lookup
     SmallLM     a small model
 
 prism.py and specdiff.py have the drafters that are trained, adaptive.py one that asks others.
 
-A drafter finds the accepted tokens in `request.tokens`. Committed tokens never change, so it compares them
-with its own earlier drafts to find which of its keys and values are still right.
+A drafter finds the accepted tokens in `request.tokens`. It keeps no keys of its drafts: the next round feeds
+the newly committed tokens, accepted drafts among them, and overwrites these keys.
 """
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,33 +27,32 @@ from minispec.core.draft_head import DraftHead
 
 
 MIN_CONFIDENCE = 0.3    # default min_confidence of chains; see Chained
-PAD_DRAFT = -1          # in the place of a draft
+PAD_DRAFT = -1          # instead of a draft, after the end of a chain
 
 
 class Drafter:
-    """What the engine asks of a drafter. This one never drafts, which is plain decoding."""
-    name = "target"         # shown next to the tokens that it proposed
+    """The interface between the engine and a drafter. This drafter never drafts, which is plain decoding."""
+    name = "target"         # shown next to the drafts
     gamma = MAX_K           # the most drafts that follow one another
     width = 1               # more: it may propose trees
     min_confidence = 0.0    # above 0: it ends a chain itself; see Chained
-    uses_hidden_states = False      # whether it reads the target's final hidden states,
-    feature_layers = ()     # and those of these layers
+    uses_hidden_states = False      # whether it reads the target's final hidden states
+    feature_layers = ()     # F layers of the target whose states it reads besides
     select = None           # of trees under the rule `selection`: see specdiff.best_path
     seconds = 0.0           # that captures of CUDA graphs took
     drafters = {}           # name -> the drafters that this one chooses among
     promises = {}           # request -> what it expected of them
 
     def propose(self, requests, limits):
-        """For every request (tokens, q): at most limits[i] draft tokens, and a function without arguments for
-        the distributions (k, V) that the first ones were drawn from, None if they are unknown. A tree has a
-        third part, parents: the row that each draft hangs from (verify.py). It may have a fourth: its chains
-        (rows, q), if rejection is to verify it; and a fifth: the number of last drafts that are prompt-lookup
-        tokens."""
+        """A proposal for every request, (tokens, q): a chain of at most limits[i] drafts, and a function without
+        arguments for the distributions (k, V) that the first ones were drawn from, None if they are unknown.
+        A tree is (tokens, q, parents, chains, lookup), of which the last two may be missing; see the fields
+        of Segment."""
         return [([], None)] * len(requests)
 
     def observe(self, request, features):
-        """features (n, (F + 1) * C): the target's hidden states of the next n positions that it has cached
-        for good: of the feature_layers, then the final ones. Asked of drafters that read them."""
+        """features (n, (F + 1) * C): the target's hidden states at the next n committed positions, of the
+        feature_layers, then the final ones. Called only for drafters that read them."""
 
     def proposer(self, request):
         """The name of the drafter that drafted for this request."""
@@ -63,21 +62,21 @@ class Drafter:
         """The request is finished; forget it."""
 
 
-# -- what drafters with a cache share ------------------------------------------------------------------------
+# -- drafters with a cache -----------------------------------------------------------------------------------
 
 @dataclass
 class DraftState:
     """The state of a drafter for one request. Its cache is apart from the target's; position i there holds
-    committed token i (PRISM: token i + 1, with the target's hidden state in front of it)."""
+    committed token i (PRISM: token i + 1, joined with the target's hidden state at i)."""
     cache: KVCache
-    room: int                                            # slots that a round writes behind its first rows
+    room: int                                            # slots that a round writes after its first rows
     blocks: Allocation = field(default_factory=Allocation)
     cached: int = 0                                      # rows of the cache that hold committed tokens
-    features: list = field(default_factory=list)         # the target's, (n, F) each, of rows still to be fed
+    features: list = field(default_factory=list)         # (n, (F + 1) * C) each, of rows still to be fed
 
     def rows(self, tokens, features=None, tail=None):
-        """Rows behind those that are cached. They are causal, unless tail (n, m) says which of the last m
-        positions each row sees (FullKeys)."""
+        """The Segment of the rows after the cached ones. They are causal, unless tail (n, m) says which of
+        the last m positions each row sees (FullKeys)."""
         self.cache.extend(self.blocks, self.cached + len(tokens) + self.room)
         keys = FullKeys(self.cache, self.blocks, self.cached, len(tokens), tail=tail)
         return Segment(None, tokens, self.cached, keys, features=features)
@@ -89,10 +88,10 @@ class DraftState:
 
 
 class Cached(Drafter):
-    """A drafter with its own keys and values: a DraftState for every request, and one function round(Batch)
-    -> [tensors], a forward or several of them, which depends on nothing but its rows.
+    """A drafter with its own keys and values: a DraftState for every request, and a function round(Batch) ->
+    [tensors] of one or more forwards, which depends on nothing but the Batch.
 
-    config: of the cache; room: slots that a request may need more than its tokens."""
+    config: the shape of the cache; room: slots that a request may need besides those of its tokens."""
     graphs = None               # on a GPU: kernels.rounds.Rounds, which replays `round`
     segments = 1                # of a request in one round
 
@@ -121,17 +120,19 @@ class Cached(Drafter):
         return (len(self.feature_layers) + 1) * self.config.d_model
 
     def observe(self, request, features):
-        """Kept until the rows that read them are fed. (Another drafter may have asked for more layers.)"""
+        """Keep them until the rows that read them are fed. (Another drafter may have asked for more layers.)
+        """
         self.state_of(request).features.append(features[:, -self.n_features:])
 
-    def in_pool(self, work):
-        return self.graphs is not None and all(rows.keys.cache is self.cache for rows in work)
+    def in_pool(self, segments):
+        """Whether CUDA graphs can read the caches of these segments; see kernels.rounds."""
+        return self.graphs is not None and all(s.keys.cache is self.cache for s in segments)
 
-    def run_round(self, work, more=None, how=()):
-        """The tensors that `round` returns for `work`, a list of Segments."""
-        if not self.in_pool(work):
-            return self.round(pack(work, self.target.device, more, how))
-        out, seconds = self.graphs(work, more, how)
+    def run_round(self, segments, per_request=None, options=()):
+        """The tensors that `round` returns for a list of Segments."""
+        if not self.in_pool(segments):
+            return self.round(pack(segments, self.target.device, per_request, options))
+        out, seconds = self.graphs(segments, per_request, options)
         self.seconds += seconds
         return out
 
@@ -140,13 +141,13 @@ class Chained(Cached):
     """A drafter whose first step reads the tokens committed since the last round. Every further step reads
     the token that the step before it drew, on the device.
 
-    The drafter has `draft_head` (DraftHead); first_rows(request) -> Segment, or None if it cannot draft yet;
+    A subclass has `draft_head` (DraftHead); first_rows(request) -> Segment, or None if it cannot draft yet;
     and step(number, x, states (N, C) or None) -> states (N, C), one forward of Batch x. width: rows of a
     request in every step but the first.
 
-    Early end: a chain ends once the product of the drafter's probabilities of its drafts is below
-    `min_confidence`. The draft that drops below `min_confidence` is still verified: discarding it would bias
-    the drafts away from q."""
+    Early end: a chain ends once the drafter's confidence, the product of its probabilities of the drafts, is
+    below `min_confidence`. The draft that drops below is still verified: discarding it would bias the drafts
+    away from q."""
     depth = MAX_K                                        # the most steps
     min_confidence = MIN_CONFIDENCE
 
@@ -155,41 +156,41 @@ class Chained(Cached):
         # 1. The requests that can draft, in groups that draw alike.
         groups = {}
         for i, (r, limit) in enumerate(zip(requests, limits)):
-            rows = self.first_rows(r) if limit > 0 else None
-            if rows:
-                groups.setdefault(r.sampling.drafting.settings, []).append((i, rows))
+            segment = self.first_rows(r) if limit > 0 else None
+            if segment:
+                groups.setdefault(r.sampling.drafting.settings, []).append((i, segment))
         # 2. A round of each group, with as many steps as its deepest request takes: one more row is cheap.
         for settings, group in groups.items():
-            numbers, work = zip(*group)
-            some = [requests[i] for i in numbers]
-            steps = min(self.depth, max(limits[i] for i in numbers))
+            indices, segments = zip(*group)
+            some = [requests[i] for i in indices]
+            steps = min(self.depth, max(limits[i] for i in indices))
             tables = {
-                # the last row of each request, and the slots filled by the first step
-                "last": [n - 1 for n in accumulate(len(rows.tokens) for rows in work)],
-                "ends": [rows.start + len(rows.tokens) for rows in work],
-                # its noise, and the position of its first draft
+                # the last row of each request, and its number of slots after the first step
+                "last": [n - 1 for n in accumulate(len(s.tokens) for s in segments)],
+                "ends": [s.start + len(s.tokens) for s in segments],
+                # its stream of noise, and the position of its first draft
                 "streams": [stream(r.sampling.seed, settings.lane) for r in some],
                 "at": [len(r.tokens) for r in some],
                 # a table, because a CUDA graph would freeze a number
                 "min_confidence": [self.min_confidence] * len(some),
             }
-            more = {name: torch.tensor(x) for name, x in tables.items()}
-            drafts, q = self.run_round(work, more, (steps, settings))
+            per_request = {name: torch.tensor(x) for name, x in tables.items()}
+            drafts, q = self.run_round(segments, per_request, (steps, settings))
             # 3. The drafts as the engine wants them.
-            for i, tokens, own in zip(numbers, drafts.tolist(), q):
+            for i, tokens, own in zip(indices, drafts.tolist(), q):
                 out[i] = self.result(tokens, partial(self.draft_head.whole, own), limits[i])
         return out
 
     def round(self, x):
         """All steps of chains: the drafts (B, steps), PAD_DRAFT after a chain that ended early, and the
         distributions (B, steps, N) that they were drawn from."""
-        steps, settings = x.how
-        # The first step reads all new rows of a request; its last one guesses.
-        states = self.step(1, x, x.features)[x.more["last"]]
+        steps, settings = x.options
+        # The first step reads all new rows of a request; the last of them guesses.
+        states = self.step(1, x, x.features)[x.per_request["last"]]
         tokens, qs = [], []
-        reach = states.new_ones(len(states), dtype=torch.float)      # of every request, see min_confidence
+        confidence = states.new_ones(len(states), dtype=torch.float)
         for number in range(1, steps + 1):
-            ended = reach < x.more["min_confidence"]
+            ended = confidence < x.per_request["min_confidence"]
             if x.ends_early and ended.all():
                 break
             if number > 1:
@@ -201,28 +202,29 @@ class Chained(Cached):
             index = scores.argmax(-1)
             token = self.draft_head.tokens(index[:, 0])
             tokens.append(token.where(~ended, PAD_DRAFT))
-            reach = reach * q.gather(-1, index[..., None])[:, 0, 0]
+            confidence = confidence * q.gather(-1, index[..., None])[:, 0, 0]
         return [torch.stack(tokens, 1), torch.cat(qs, 1)]
 
     def guess(self, number, x, states):
-        """The drafter's distributions q (B, w, N) of a step with states (B, w, C), and the scores whose
-        largest are drafted. A tree is drawn with the target's noise, or not at all."""
-        _, settings = x.how
+        """The drafter's distributions q (B, w, N) of a step with states (B, w, C), and the scores (B, w, N)
+        whose largest are drafted: q / noise, or q. A tree has no noise but the target's."""
+        _, settings = x.options
         logits = self.draft_head.logits(states).float()
         if settings.temperature == 0 or self.width > 1 and settings.rule != "coupled":
             q = logits.softmax(-1)
             return q, q
         q = warp(logits, settings)
-        return q, q / self.draft_head.noise(x.more["streams"], x.more["at"] + number - 1)[:, None]
+        positions = x.per_request["at"] + number - 1
+        return q, q / self.draft_head.noise(x.per_request["streams"], positions)[:, None]
 
     def next_rows(self, x, number, tokens, sees=None):
-        """The rows of a later step, all of them one position further; arguments of Batch.next_rows."""
-        ends = x.more["ends"] + (number - 2)
+        """The Batch of a later step, its rows one position further; arguments as of Batch.next_rows."""
+        ends = x.per_request["ends"] + (number - 2)
         positions = ends.clamp(max=self.config.block_size - 1).repeat_interleave(tokens.shape[1])
         return x.next_rows(number, tokens, positions, sees)
 
     def result(self, drafts, q, limit):
-        """A chain of at most `limit` drafts, see Drafter.propose."""
+        """The proposal of one request, at most `limit` drafts: a chain of the first `drafts`, and q."""
         drafts = drafts[:min(limit, self.depth)]
         n = drafts.index(PAD_DRAFT) if PAD_DRAFT in drafts else len(drafts)
         return drafts[:n], q
@@ -264,8 +266,8 @@ class NGram(Drafter):
 
 
 def with_lookup(proposal, lookup):
-    """A proposal (see Drafter.propose) as a tree that a chain of prompt-lookup tokens grows on, unless it is
-    a tree that rejection verifies."""
+    """A proposal (see Drafter.propose) as a tree, with prompt-lookup tokens as one more chain of it. A tree
+    that rejection verifies is returned as it is."""
     drafts, q, *tree = proposal
     if len(tree) > 1:
         return proposal
@@ -283,8 +285,8 @@ def with_lookup(proposal, lookup):
 
 class SmallLM(Chained):
     """A small model of the same vocabulary drafts autoregressively (Leviathan et al. 2211.17192), with the
-    request's own sampling settings. All requests of the batch draft together. Its cache is apart from
-    the target's. Either model may have more tokens than the other; only tokens of both are drafted."""
+    request's own sampling settings. All requests of the batch draft together. Either model may have more
+    tokens than the other; only tokens of both are drafted."""
     name = "draft"
 
     def __init__(self, model, target):
@@ -298,13 +300,13 @@ class SmallLM(Chained):
         self.draft_head.vocab_size = theirs              # q is compared with the target's p
 
     def step(self, number, x, states):
-        """One step; see Chained. A token of the target alone is read as the last one of the small model."""
+        """One step; see Chained. A token that the small model lacks is read as its last one."""
         tokens = x.tokens.clamp(max=self.config.vocab_size - 1)
         return gpt.body(self.target, self.target.rope, self.draft_head.embed(tokens), x.positions, x.attend)
 
     def first_rows(self, request):
-        """The tokens committed since the last round, at least the last one: its logits are needed. Accepted
-        drafts are fed once more, because one more row costs next to nothing."""
+        """Rows for the tokens committed since the last round, at least for the last token, whose logits are
+        needed. Accepted drafts are fed once more, because one more row costs next to nothing."""
         state = self.state_of(request)
         state.cached = min(state.cached, len(request.tokens) - 1)
         rows = state.rows(request.tokens[state.cached:])

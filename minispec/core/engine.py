@@ -6,7 +6,7 @@
 
 To follow a request, read `Engine.stream` and `_iterate`, then in this order:
 
-    1. `Admission.step` lets it enter: it gets blocks of the cache.
+    1. `Admission.admit` lets it enter: it gets blocks of the cache.
     2. `_prefill` feeds its prompt in chunks. The last chunk yields the first token.
     3. `scheduler.schedule` makes its next Segment: the last committed token and the drafts that follow it.
     4. `forward` packs the rows of all segments; each keys object stores and reads the cache (attention.py).
@@ -16,7 +16,8 @@ To follow a request, read `Engine.stream` and `_iterate`, then in this order:
 
 The engine does steps 1, 2, 4, 5 and 6. The scheduler is the method: `SyncScheduler` lets a drafter (n-gram,
 small model, ...) propose and verifies every request in every iteration; without a drafter it is plain
-autoregressive decoding. SpecGen (specgen.py) is the other scheduler: its requests are in different phases.
+autoregressive decoding. SpecGen (specgen.py) is the other scheduler: its drafts are rows of the target, so
+some requests draft in an iteration while others verify.
 
 Invariant between iterations, for a request whose prompt has been read: all committed tokens but the last have
 keys and values in the cache. The last one is the first row of the next forward, so no pass is spent on
@@ -26,8 +27,8 @@ With delayed verification (`scheduler.delayed`) the host verifies the drafts of 
 forward runs. Requests that wait for their verdict sit that forward out.
 
 The output of a request does not depend on its neighbours in the batch, greedy or sampled: the seed and the
-text before a position determine the target's token there (up to rounding: a forward with more rows may round
-differently).
+text before a position determine the target's token there. (Up to rounding: a forward with more rows may round
+differently. Under the rule `rejection` this holds for the distribution of the output, not for its tokens.)
 """
 import importlib
 import time
@@ -73,9 +74,9 @@ class Engine:
         self.pending_logits = None                       # and their rows of logits
         self.seconds = {"draft": 0.0, "verify": 0.0, "prefill": 0.0, "other": 0.0}
         self.warm_up = 0.0                               # of compiling and capturing, in no other account
-        self.iterations = []                             # of each: rows by kind, the pool, seconds by phase
-        self.judging = 0.0                               # seconds of this iteration in verify.py
-        self.on_read = None                              # called with the number of prompt tokens just read
+        self.iterations = []                             # of each: rows by kind, the pool, seconds by kind
+        self.sample_seconds = 0.0                        # seconds of this iteration in verify.py
+        self.on_prefill = None                           # called with the number of prompt tokens just read
         # On a GPU: Triton kernels, CUDA graphs of them, and a stream to verify on.
         self.fused = model.device.type == "cuda" and kernels("kernels").serve(model, self.scheduler.tree)
         self.graphs = None                               # of forwards on the kernels, see kernels/graphs.py
@@ -114,22 +115,22 @@ class Engine:
         """One iteration. Returns [(request, newly committed tokens)]."""
         before = dict(self.seconds)
         warm_up = self.warm_up
-        self.judging = 0.0
+        self.sample_seconds = 0.0
         # A request gets its verdict before it leaves the cache, so this may commit tokens already.
-        committed = self.admission.step()
+        committed = self.admission.admit()
         segments = self._schedule()
         self._record(segments)
         if self.scheduler.delayed:
-            # The verdicts of the last iteration, while this forward runs. On the forward's stream of a GPU
-            # they would have to wait for it.
+            # Verify the drafts of the last iteration while this forward runs; on a GPU on another stream than
+            # the forward's, or verification would wait for it.
             with beside(self.side):
                 running = self.thread.submit(self.forward, segments)
                 committed += self.commit()
             if self.side:
                 self.side.synchronize()
-            self._take_in(segments, running.result())
+            self._postprocess(segments, running.result())
         else:
-            self._take_in(segments, self.forward(segments))
+            self._postprocess(segments, self.forward(segments))
             committed += self.commit()
         self._clock(started + self.warm_up - warm_up, before)
         return committed
@@ -144,11 +145,11 @@ class Engine:
         """The segments of this iteration: the scheduler's decoding rows, then chunks of prompts."""
         held = {s.request for s in self.pending}
         going = [r for r in self.active if r not in held]
-        segments = self.scheduler.schedule([r for r in going if r.is_read])
+        segments = self.scheduler.schedule([r for r in going if r.is_prefilled])
         # The oldest request reads first; the others wait if no room is left.
         room = PROMPT_ROWS
         for r in going:
-            if not r.is_read and (chunk := self._prefill(r, room)):
+            if not r.is_prefilled and (chunk := self._prefill(r, room)):
                 segments.append(chunk)
                 room -= len(chunk.tokens)
         return segments
@@ -167,7 +168,8 @@ class Engine:
             return None
         keys = FullKeys(self.cache, request.blocks, start, stop - start,
                         record=self.scheduler.record if recorded else None)
-        return Segment(request, request.tokens[start:stop], start, keys, "prefill", int(stop == end))
+        tokens = request.tokens[start:stop]
+        return Segment(request, tokens, start, keys, "prefill", n_logits=int(stop == end))
 
     @torch.inference_mode()
     def forward(self, segments):
@@ -197,16 +199,17 @@ class Engine:
             self.charge(s.request, s.kind, spent * len(s.tokens) / n)
         return logits
 
-    def _take_in(self, segments, logits):
-        """After a forward: prompts are cached, drafts go to the scheduler, the rest waits for its verdict."""
+    def _postprocess(self, segments, logits):
+        """After a forward: prompt rows are cached, drafts go to the scheduler, verifications wait for
+        `commit`."""
         for s in segments:
             if s.kind == "prefill":
                 s.request.n_cached += len(s.tokens)
                 self.scheduler.observe(s, range(len(s.tokens)))
-                if s.request.is_read:
+                if s.request.is_prefilled:
                     self.admission.remember(s.request)
-                if self.on_read:
-                    self.on_read(len(s.tokens))
+                if self.on_prefill:
+                    self.on_prefill(len(s.tokens))
         # Drafting segments come first.
         drafting = [s for s in segments if s.kind == "draft"]
         n = len(drafting)                                # a row each
@@ -242,25 +245,27 @@ class Engine:
         """verify.verify, timed."""
         started = time.perf_counter()
         verdicts = verify.verify(segments, logits)
-        self.judging += time.perf_counter() - started
+        self.sample_seconds += time.perf_counter() - started
         return verdicts
 
     # -- time ------------------------------------------------------------------------------------------------
 
-    def charge(self, request, phase, seconds):
-        """Book time of a phase, on the engine and on the request's round."""
-        self.seconds[phase] += seconds
-        request.spent[phase] += seconds
+    def charge(self, request, kind, seconds):
+        """Book the time of a kind of row ("draft", "verify", "prefill"), on the engine and on the request's
+        round."""
+        self.seconds[kind] += seconds
+        request.spent[kind] += seconds
 
     def _clock(self, started, before):
-        """Book the iteration: time of no phase is "other", of which verify.py's is told apart."""
-        phases = {phase: self.seconds[phase] - before[phase] for phase in ("draft", "verify", "prefill")}
-        other = time.perf_counter() - started - sum(phases.values())
+        """Book the iteration. The time that no row is charged with is "other": verify.py, and overhead."""
+        spent = {kind: self.seconds[kind] - before[kind] for kind in ("draft", "verify", "prefill")}
+        other = time.perf_counter() - started - sum(spent.values())
         self.seconds["other"] += other
-        sample = min(self.judging, other)                # delayed: the rest was hidden behind the forward
-        self.iterations[-1]["seconds"] = {**phases, "sample": sample, "overhead": other - sample}
+        sample = min(self.sample_seconds, other)         # delayed: the rest was hidden behind the forward
+        self.iterations[-1]["seconds"] = {**spent, "sample": sample, "overhead": other - sample}
 
     def _record(self, segments):
+        """Note what this iteration feeds, and the use of the cache."""
         rows = {"prefill": 0, "draft": 0, "verify": 0}
         for s in segments:
             rows[s.kind] += len(s.tokens)
@@ -304,13 +309,13 @@ class Scheduler:
     """The interface between the engine and a scheduler, with the usual answers."""
     name = ""
     delayed = False                      # True: the engine verifies beside the next forward
-    record = None                        # what FullKeys records of the attention probabilities,
-    record_prompt = 0                    # and of how many last rows of a prompt
+    record = None                        # of verifications, see FullKeys
+    record_prompt = 0                    # number of last rows of a prompt that are recorded as well
     drafter = Drafter()
     rows = 1                             # the most rows of a verification
     tree = 0                             # the most rows of a tree
     shares = True                        # whether requests may share the blocks of a common beginning
-    feature_layers = ()                  # whose states `observe` gets besides the final ones
+    feature_layers = ()                  # layers whose states `observe` gets besides the final ones
 
     def schedule(self, ready):
         """Segments for the requests that may decode: their prompts are read, and no verdict is due."""
@@ -319,15 +324,19 @@ class Scheduler:
         """Buffers that this request needs besides its blocks, in slots of the cache."""
         return 0
 
-    def widest(self, length):
-        """The most selected positions that a row reads, of `length`."""
+    def budget(self, length):
+        """The number of selected positions that a draft row reads of `length` cached ones."""
         return 0
 
     def observe(self, segment, rows):
-        """Rows of a segment that stay in the cache: a chunk of a prompt, or the accepted drafts."""
+        """The rows of a segment that stay in the cache: all of a chunk of a prompt, or the last committed
+        token and the accepted drafts."""
+
+    def take_drafts(self, segments, logits):
+        """The logits (n, V) of n segments of the kind "draft", a row each."""
 
     def verified(self, segment, accepted):
-        """The verdict of a segment: the number of its accepted drafts."""
+        """The verdict on a segment: the number of its accepted drafts."""
 
     def proposer(self, request):
         """The name shown beside the drafts of this round."""
@@ -377,6 +386,7 @@ class SyncScheduler(Scheduler):
         return [self._verify(r, *draft) for r, draft in zip(ready, drafts)]
 
     def _verify(self, request, drafts, q, *tree):
+        """The rows of a verification. tree: parents, chains and lookup of the Segment, for a tree."""
         rows = [request.tokens[-1], *drafts]
         tail = tree_mask(tree[0]) if tree else None
         keys = FullKeys(self.engine.cache, request.blocks, request.n_cached, len(rows), tail=tail)

@@ -39,19 +39,19 @@ class RMSNorm(nn.Module):
         return rms_norm(x, weight, self.eps)
 
 
-def llama3_scaling(turn, factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0,
+def llama3_scaling(inv_freq, factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0,
                    original_max_position_embeddings=8192, divisors=None):
-    """Llama-3.1's scaling to a longer context: the frequencies turn (D/2,), in radians per position, with the
-    slow ones reduced.
+    """Llama-3.1's scaling to a longer context: the frequencies inv_freq (D/2,), in radians per position, with
+    the slow ones reduced.
 
     Dimensions with fewer than low_freq_factor turns in the context of pretraining turn `factor` times slower.
     Dimensions with more than high_freq_factor turns stay unchanged. Between the two the reduction is
     interpolated. divisors (D/2,): the reduction of each dimension, if a file gives these instead."""
     if divisors is not None:
-        return turn / torch.tensor(divisors, device=turn.device)
-    times = turn * original_max_position_embeddings / (2 * math.pi)
-    keep = ((times - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
-    return (1 - keep) * turn / factor + keep * turn
+        return inv_freq / torch.tensor(divisors, device=inv_freq.device)
+    turns = inv_freq * original_max_position_embeddings / (2 * math.pi)
+    keep = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    return (1 - keep) * inv_freq / factor + keep * inv_freq
 
 
 def rotate(x, cos, sin):
@@ -69,8 +69,8 @@ class Rope(nn.Module):
     def __init__(self, config):
         super().__init__()
         half = torch.arange(0, config.head_dim, 2).float() / config.head_dim
-        turn = llama3_scaling(config.rope_theta ** -half, **config.rope_scaling or {})
-        angle = torch.outer(torch.arange(config.block_size).float(), turn)
+        inv_freq = llama3_scaling(config.rope_theta ** -half, **config.rope_scaling or {})
+        angle = torch.outer(torch.arange(config.block_size).float(), inv_freq)
         self.register_buffer("cos", torch.cat([angle.cos(), angle.cos()], dim=-1), persistent=False)
         self.register_buffer("sin", torch.cat([-angle.sin(), angle.sin()], dim=-1), persistent=False)
 

@@ -53,7 +53,7 @@ def generate(model, prompt, draft, k=8, max_new_tokens=200, stop_ids=()):
             n += 1
 
         # 4. The model's own token follows: a correction of the first wrong guess, or a bonus after the last.
-        #    Keys of wrong guesses stay in the cache behind n_cached. The next forward overwrites them.
+        #    Keys of wrong guesses stay in the cache after n_cached. The next forward overwrites them.
         n_cached = len(tokens) + n
         new = guess[:n] + [best[n]]
         stops = [i for i, token in enumerate(new) if token in stop_ids]

@@ -2,10 +2,10 @@
 host memory for requests that are offloaded.
 
 A block holds the keys and values of BLOCK tokens in all layers. Position p of a request lies in block
-`table[p // BLOCK]`, so a request grows by one block at a time, anywhere in the pool, and nothing ever moves.
+`table[p // BLOCK]`, so a request grows by one block at a time, anywhere in the pool, without moving.
 Attention reads whole blocks where they lie (attention.py). Rejected tokens need no rollback: a request counts
-its cached tokens itself, and the next tokens overwrite the rest. `keep` moves the accepted path of a draft
-tree together.
+its cached tokens itself, and the next tokens overwrite the rest. Only the accepted path of a draft tree is
+moved together (`keep`).
 
 Texts that begin alike share the blocks of their common beginning (prefix caching, as in vLLM). A full block
 is found by its tokens and the block before it, and counts its users. A block without users keeps its content

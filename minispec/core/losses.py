@@ -1,4 +1,4 @@
-"""The divergence that models are distilled with, and how rows for a loss are gathered."""
+"""The distillation loss, and the choice of the rows that it is computed for."""
 import torch
 
 ROWS = 128                  # gathered rows are a multiple of this
@@ -20,8 +20,8 @@ class Divergence:
 
 
 def numbers_of(mask):
-    """(the numbers of the true entries of a mask (N,), followed by false ones up to a multiple of ROWS; how
-    many are true). oneDNN compiles a kernel for every number of rows, which takes longer than to run it, so
-    products of gathered rows should have few shapes."""
+    """(the indices of the true entries of a mask (N,), followed by false ones up to a multiple of ROWS; the
+    number of true ones). oneDNN compiles a kernel for every number of rows, which takes longer than to run
+    it, so products of gathered rows should have few shapes."""
     n = int(mask.sum())
     return mask.logical_not().byte().argsort(stable=True)[:-(-n // ROWS) * ROWS], n

@@ -13,11 +13,11 @@ from minispec.core.verify import Sampling
 class Round:
     """One round of a request.
 
-    position: tokens generated before. proposed: drafts by `proposer`; of a tree, the longest chain that
-    begins with the accepted drafts. accepted: of these. committed: tokens gained (accepted + 1, or fewer when
-    the answer ended). draft_seconds, verify_seconds: the request's share of drafting and of the target's
-    forward. drafted: all verified drafts of the proposer; lookup: verified prompt-lookup tokens beside
-    them."""
+    position: number of tokens generated before. proposed: number of drafts by `proposer`, in a tree those of
+    the longest chain that begins with the accepted drafts. accepted: how many of these were accepted.
+    committed: tokens gained (accepted + 1, or fewer when the answer ended). draft_seconds, verify_seconds:
+    the request's share of drafting and of the target's forward. drafted: all verified drafts of the proposer;
+    lookup: verified prompt-lookup tokens beside them."""
     position: int
     proposed: int
     accepted: int
@@ -58,7 +58,7 @@ class Request:
         self.generation = Generation(list(prompt_ids))
         self.n_cached = 0
         self.blocks = None               # its Allocation in the cache
-        self.state = None                # the scheduler's
+        self.state = None                # the scheduler's notes on it
         self.spent = {"draft": 0.0, "verify": 0.0, "prefill": 0.0}       # seconds of the round so far
 
     @property
@@ -70,7 +70,7 @@ class Request:
         return bool(self.generation.finish)
 
     @property
-    def is_read(self):
+    def is_prefilled(self):
         """Whether all tokens but the last are in the cache."""
         return self.n_cached >= len(self.tokens) - 1
 
@@ -147,10 +147,10 @@ class Segment:
     drafts: list = field(default_factory=list)
     q: object = None                     # () -> (n, V): what the first drafts were drawn from, if known
     parents: list = None                 # the parent row of each draft of a tree (verify.py); None: a chain
-    chains: list = None                  # of a tree, for rejection: pairs (rows, q), see verify.py
-    lookup: int = 0                      # the number of last drafts of a tree that are prompt-lookup tokens
+    chains: list = None                  # of a tree, for rejection: pairs (rows, q), see verify.rejection
+    lookup: int = 0                      # of a tree, how many of its last drafts are prompt-lookup tokens
     select: object = None                # of a tree under the rule `selection`: see specdiff.best_path
-    features: torch.Tensor = None        # (n, C) the target's states, set by its forward, read by drafters
+    features: torch.Tensor = None        # (n, (F + 1) * C) the target's states of the rows, for drafters
 
     @property
     def positions(self):
@@ -188,15 +188,16 @@ class Segment:
 @dataclass
 class Batch:
     """Rows of several requests, packed for torch's operators (kernels.graphs.Inputs for the kernels): tokens
-    (N,), positions (N,), and (first row, last row + 1, keys) of each request. Drafters also read features (N,
-    C) of each row, more: {name: tensor with a row per request}, and how: settings that are no tensors.
-    ends_early: whether a round of drafts may stop before its last step."""
+    (N,), positions (N,), and segments: (first row, last row + 1, keys) of each Segment. Drafters also read
+    features (N, (F + 1) * C); per_request, {name: tensor with an entry for each request}; and options, which
+    are no tensors (see Chained.propose for both). ends_early: whether a round may stop before its last
+    step."""
     tokens: torch.Tensor
     positions: torch.Tensor
     segments: list
     features: torch.Tensor = None
-    more: dict = None
-    how: tuple = ()
+    per_request: dict = None
+    options: tuple = ()
     ends_early = True
 
     @cached_property
@@ -213,18 +214,18 @@ class Batch:
         for i, (mask, (_, _, before)) in enumerate(zip(masks, self.segments)):
             keys = FullKeys(before.cache, before.blocks, before.start + before.n, w, tail=mask)
             spans.append((i * w, (i + 1) * w, keys))
-        return Batch(tokens.flatten(), positions, spans, None, self.more, self.how)
+        return Batch(tokens.flatten(), positions, spans, None, self.per_request, self.options)
 
 
-def pack(segments, device, more=None, how=()):
+def pack(segments, device, per_request=None, options=()):
     """The rows of a list of Segments, in order, as a Batch."""
     tokens = torch.tensor([token for s in segments for token in s.tokens], device=device)
     positions = torch.tensor([position for s in segments for position in s.positions], device=device)
     # The first and last row of each request.
     ends = list(accumulate(len(s.tokens) for s in segments))
     spans = list(zip([0, *ends], ends, [s.keys for s in segments]))
-    more = {name: table.to(device) for name, table in (more or {}).items()}
+    per_request = {name: table.to(device) for name, table in (per_request or {}).items()}
     features = None
     if segments[0].features is not None:
         features = torch.cat([s.features for s in segments])
-    return Batch(tokens, positions, spans, features, more, how)
+    return Batch(tokens, positions, spans, features, per_request, options)

@@ -144,8 +144,8 @@ def scores(logits, sampling, streams, positions):
 
 
 def greedy_tree(draft, parents, best):
-    """The walk. draft: n token ids with parent rows `parents`; best: the target's choice in each of the n + 1
-    rows (lists of ints). Returns (accepted rows, next token)."""
+    """The walk. draft: n token ids; parents: the parent row of each; best: the target's choice in each of the
+    n + 1 rows. Returns (accepted rows, next token)."""
     path = [0]
     # Parents come first, so one pass is enough.
     for row, (token, parent) in enumerate(zip(draft, parents), 1):
@@ -206,37 +206,26 @@ def graft(chain, tokens, parents):
 
 # -- a batch of requests -------------------------------------------------------------------------------------
 
-def walk(segments, logits, drafting=False):
-    """The walk of each of `segments` (requests.Segment), which fed a committed token and the drafts after it.
-    logits (n, V): of all these rows, one segment after the other. drafting: the logits are a drafter's.
-
-    Returns [(path, token)]: the rows of the accepted drafts (1 .. a of a chain), and the token that follows
-    them."""
-    sizes = [len(s.drafts) + 1 for s in segments]
-    rows = logits.split(sizes)
+def choose(segments, logits, drafting=False):
+    """The choices in the last n rows of each of `segments` (requests.Segment): a list of n tokens each.
+    logits: (n, V) of each. drafting: the logits are a drafter's, and its choices are drafts."""
     alike = {}                                           # settings -> indices of segments
     for i, s in enumerate(segments):
         how = s.request.sampling.drafting if drafting else s.request.sampling
         alike.setdefault(how.settings, []).append(i)
-    verdicts = [None] * len(segments)
+    choices = [None] * len(segments)
     for how, group in alike.items():
-        # 1. The choice in each row, all of the group together.
         streams, positions = [], []
-        for s, n in ((segments[i], sizes[i]) for i in group):
+        for i in group:
+            s, n = segments[i], len(logits[i])
             streams += [stream(s.request.sampling.seed, how.lane if drafting else TARGET)] * n
             positions += [position + 1 for position in s.positions[-n:]]
-        logits = torch.cat([rows[i] for i in group])
-        best = scores(logits, how, streams, positions).argmax(-1).tolist()
-        # 2. Which drafts are the choices?
+        rows = torch.cat([logits[i] for i in group])
+        best = scores(rows, how, streams, positions).argmax(-1).tolist()
         for i in group:
-            s, n = segments[i], sizes[i]
-            own, best = best[:n], best[n:]
-            parents = s.above
-            if s.select and s.drafts and how.rule == "selection" and how.temperature > 0:
-                kept = s.select(s.drafts, parents, warp(rows[i], how))
-                parents = [parent if row in kept else None for row, parent in enumerate(parents, 1)]
-            verdicts[i] = greedy_tree(s.drafts, parents, own)
-    return verdicts
+            n = len(logits[i])
+            choices[i], best = best[:n], best[n:]
+    return choices
 
 
 def coins(segment):
@@ -247,12 +236,22 @@ def coins(segment):
 
 
 def verify(segments, logits):
-    """Apply its acceptance rule to each of `segments`; arguments and result as for `walk`."""
-    verdicts = walk(segments, logits)
+    """Apply its acceptance rule to each of `segments`, which fed a committed token and the drafts after it.
+    logits (n, V): of all these rows, one segment after the other.
+
+    Returns [(path, token)]: the rows of the accepted drafts (1 .. a of a chain), and the token that follows
+    them."""
+    verdicts = []
     rows = logits.split([len(s.drafts) + 1 for s in segments])
-    for i, s in enumerate(segments):
+    for s, own, best in zip(segments, rows, choose(segments, rows)):
+        sampling = s.request.sampling
         if s.drawn:
-            p = warp(rows[i], s.request.sampling)
             chains = [(path, q and q()) for path, q in s.drawn]
-            verdicts[i] = rejection(chains, s.drafts, p, coins(s))
+            verdicts.append(rejection(chains, s.drafts, warp(own, sampling), coins(s)))
+            continue
+        parents = s.above
+        if s.select and s.drafts and sampling.rule == "selection" and sampling.temperature > 0:
+            kept = s.select(s.drafts, parents, warp(own, sampling))
+            parents = [parent if row in kept else None for row, parent in enumerate(parents, 1)]
+        verdicts.append(greedy_tree(s.drafts, parents, best))
     return verdicts

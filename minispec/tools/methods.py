@@ -44,7 +44,7 @@ def ngram(model, settings):
 
 
 def draft(model, settings):
-    """a small model drafts, rejection sampling"""
+    """a small model drafts"""
     small = loaded(folder_of("draft", settings), model, settings)
     return partial(SyncScheduler, drafter=drafters.SmallLM(small, model), k=settings.k or 4,
                    lookup=settings.lookup)
@@ -54,8 +54,10 @@ def prism_chain_or_tree(model, settings, name="prism"):
     """modules trained on the model's hidden states draft, one for each draft step"""
     trained = _trained(name, prism.PrismConfig, model, settings)
     depth = settings.depth or trained.config.depth
-    width = max(round(settings.tree ** 0.5), 2) if settings.tree else 1
-    drafter = prism.PrismDrafter(trained, model, depth, width, name)
+    drafter = prism.PrismDrafter(trained, model, depth, name)
+    if settings.tree:
+        width = max(round(settings.tree ** 0.5), 2)
+        drafter = prism.PrismTreeDrafter(trained, model, depth, width, name)
     return partial(SyncScheduler, drafter=drafter, k=settings.tree or depth, lookup=settings.lookup)
 
 

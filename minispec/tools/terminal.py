@@ -80,7 +80,7 @@ def stream(engine, requests, show=None):
     common = len(os.path.commonprefix([r.tokens for r in requests]))
     total = common + sum(len(r.tokens) - common for r in requests)
     with tqdm(total=total, desc="reading", unit="token", delay=2, leave=False, disable=None) as bar:
-        engine.on_read = bar.update
+        engine.on_prefill = bar.update
         for request, tokens in engine.stream(requests):
             if tokens:
                 first.setdefault(request, clock() - began)
