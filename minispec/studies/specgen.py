@@ -98,15 +98,14 @@ DISTINCT = 4                            # texts of a larger batch
 # Tokens of the context, number of requests, number of the first text, temperature.
 CELLS = (
     (7000, 8, 0, TEMPERATURE),
-    (4000, 8, 0, TEMPERATURE),
     (7000, 1, 0, TEMPERATURE),
+    (4000, 8, 0, TEMPERATURE),
+    (7000, 1, 0, 0.0),
     (1000, 8, 0, TEMPERATURE),
     (4000, 1, 1, TEMPERATURE),
     (1000, 1, 2, TEMPERATURE),
-    (4000, 16, 0, TEMPERATURE),
-    (7000, 8, 0, 0.0),
-    (7000, 1, 0, 0.0),
     (4000, 8, 0, 0.0),
+    (1000, 16, 0, TEMPERATURE),
 )
 SERVING = {
     "requests x context": "{requests} x {context}",
