@@ -205,7 +205,7 @@ def test_linked_rounds_show_what_the_lessons_say():
     assert len(looping) == 5 and all(len(b["path"]) == len(b["tokens"]) - 1 for b in looping)
     assert looping[0]["path"] == round_of("3/3/7")["path"]
     # CDLM: no slot above the threshold, so the first one is revealed.
-    a = round_of("4/1/1")
+    a = round_of("4/1/2")
     assert a["picked"] == [0] and max(sure for *_, sure in a["slots"]) < recorded()[1][3]["threshold"]
     # Adaptive.
     before, after = round_of("5/1/4"), round_of("5/1/5")

@@ -133,10 +133,10 @@ def serving(args, model, tokenizer):
     names = ["ar", *(name for name in ("ngram", "eagle", WINDOW, PILLAR, "specgen") if name in fitting)]
     measured = partial(serving_rows, args, model, tokenizer, names)
     rows = sum(results.each_kept("serving", args, model, cells, measured), [])
-    # The short table: sampled answers at the longest context, and of SpecGen in batches at shorter contexts.
-    sampled = [x for x in rows if x["temperature"] and x["method"] not in ("ar", WINDOW)]
-    long = [x for x in sampled if x["context"] == max(CELLS)[0]]
-    short = long + [x for x in sampled if x["method"] == "specgen" and x["requests"] == 8 and x not in long]
+    # The short table: sampled answers at the longest context.
+    longest = max(x["context"] for x in rows)
+    short = [x for x in rows if x["temperature"] and x["context"] == longest
+             and x["method"] not in ("ar", WINDOW)]
     columns = {head: form for head, form in SERVING.items() if head not in ("T", "dtype", "first text")}
     return {"rows": rows, "table": table(rows, SERVING), "short": table(short, columns)}
 
