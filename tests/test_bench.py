@@ -350,11 +350,13 @@ def test_intervals_hold_the_true_value_as_often_as_they_say():
 def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "FOLDER", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["bench.py"])
-    calls = []
+    calls, clock = [], [0.0]
+    monkeypatch.setattr(results.time, "perf_counter", lambda: clock[0])
     model = toy_model()
 
     def measure(name):
         calls.append(name)
+        clock[0] += 10
         if len(calls) == 3:
             raise KeyboardInterrupt
         return name.upper()
@@ -366,12 +368,15 @@ def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):
         study(k=1)
     assert study(k=1) == ["A", "B", "C"]
     assert calls == ["a", "b", "c", "c"] and os.listdir(tmp_path) == ["run.part"]
+    # The time of all runs, without the cell that was interrupted.
+    assert results.read_json(tmp_path / "run.part")["seconds"] == 30
     calls.clear()
     with pytest.raises(KeyboardInterrupt):
         study(k=2)                       # other settings: nothing is taken over
     assert calls == ["a", "b", "c"]
     results.write("run", {}, 1.0)
     assert os.listdir(tmp_path) == ["run.json"]
+    assert results.read_json(tmp_path / "run.json")["seconds"] == 20
 
 
 def test_a_real_model_gets_real_prompts(tmp_path):
