@@ -193,14 +193,15 @@ def test_diffusion_models_are_timed(toy, small, tmp_path, monkeypatch):
 
 def test_students_of_other_trainings_are_compared(toy, small, tmp_path):
     args, target, tokenizer = toy
-    for name in ("all", "all-2", "other"):
+    for name in ("100/all", "100/all-2", "100/other", "20/all"):
         checkpoints.save(target, tmp_path / "arms" / name, args.model)
         (tmp_path / "arms" / name / "log.jsonl").touch()
     args.drafter = str(tmp_path / "arms")
     found = diffusion.cdlm_ablations(args, target, tokenizer)
     rows = found["rows"]
-    assert [(r["training"], r["seeds"]) for r in rows] == 2 * [("all", 2)] + 2 * [("other", 1)]
-    assert [r["threshold"] for r in rows] == [0.9, 0.99, 0.9, 0.99]
+    arms = [(r["answers"], r["training"], r["seeds"]) for r in rows[::2]]
+    assert arms == [("100", "all", 2), ("100", "other", 1), ("20", "all", 1)]
+    assert [r["threshold"] for r in rows] == 3 * [0.9, 0.99]
     assert all(r["more"] == 0 and r["more_range"] == [0, 0] for r in rows)  # the same model three times
     assert all(1 <= r["tau"] == pytest.approx(r["tokens"] / r["steps"]) for r in rows)
     assert whole(found["table"])
@@ -247,6 +248,13 @@ def test_a_real_models_greedy_answers_end_before_they_loop(monkeypatch, shipped)
     lengths, note = run.before_loops({"a": 0, "b": 1}, tokenizer, constant, args, 30)
     assert lengths == {"a": 10, "b": 6}
     assert "1 of 2 greedy answers" in note and "after 10 tokens" in note
+
+
+def test_drafts_of_a_round_are_those_of_the_nearest_batch():
+    best_k = {"1": {"ngram": 8}, "4": {"ngram": 5}, "16": {"ngram": 4}}
+    for batch, k in ((1, 8), (4, 5), (8, 5), (12, 4), (64, 4)):
+        assert run.drafts_for(batch, best_k) == {"ngram": k}
+    assert run.drafts_for(8, {}) == {}
 
 
 def test_the_short_table_has_both_models_and_marks_the_best_of_the_papers(tmp_path, monkeypatch):

@@ -180,8 +180,8 @@ def run(args, model, tokenizer):
     minute, and ratios do not. The answers of diffusion models differ from the target's, so these models are
     compared by tokens/s. `dlm` takes a whole forward per token, so it gets one request of each workload.
 
-    The number of drafts per round is the best one for the batch by the cost table, unless --k gives it.
-    Trained drafters end a chain when they are unsure.
+    The number of drafts per round is the best one by the cost table, at its nearest batch size, unless --k
+    gives it. Trained drafters end a chain when they are unsure.
     """
     how = size(args, tokenizer)
     names = suitable(args, model)
@@ -231,7 +231,7 @@ def observe(study, args, model, tokenizer, how, names, whole={}):
     best_k = prices.get("about", {}).get("best_k", {})
 
     def build(name, workload, batch, ids, temperature):
-        k = args.k or best_k.get(str(batch), {}).get(name)
+        k = args.k or drafts_for(batch, best_k).get(name)
         requests = []
         for seed, i in enumerate(ids):
             new = how.new if temperature or workload == WHOLE else longest[i]
@@ -253,6 +253,12 @@ def observe(study, args, model, tokenizer, how, names, whole={}):
     rows = results.each_kept(study, args, model, cells_of(list(problems), how, whole), measured,
                              new_tokens=how.new, methods=names, prices=prices)
     return sum(rows, []), cut
+
+
+def drafts_for(batch, best_k):
+    """{drafter: drafts per round} at the nearest batch size of best_k, see `profile`; {} if it has none."""
+    nearest = min(best_k, key=lambda rows: abs(int(rows) - batch), default=None)
+    return best_k.get(nearest, {})
 
 
 def before_loops(problems, tokenizer, model, args, new):
