@@ -188,34 +188,44 @@ def latency(run):
 # -- students of other trainings -------------------------------------------------------------------
 
 def cdlm_ablations(args, model, tokenizer):
-    """The students in the folder --drafter, at two thresholds: 40 problems of each family, and how many more
-    they solve than the first student. NAME-2 is another seed of NAME."""
+    """The students in the folders --drafter/ANSWERS/NAME, where ANSWERS is the number of answers that they
+    were trained on, at two thresholds: 40 problems of each family, and how many more they solve than the
+    first student of the same folder. NAME-2 is another seed of NAME."""
     arms = {}
-    for log in sorted(Path(args.drafter or "").glob("*/log.jsonl")):
-        arms.setdefault(log.parent.name.split("-")[0], []).append(log.parent)
+    for log in sorted(Path(args.drafter or "").glob("*/*/log.jsonl")):
+        folder = log.parent
+        arms.setdefault((folder.parent.name, folder.name.split("-")[0]), []).append(folder)
     if not arms:
-        raise ValueError("cdlm_ablations needs --drafter DIR, a folder of students that train_cdlm.py wrote")
+        raise ValueError("cdlm_ablations needs --drafter DIR, a folder with a folder of students of "
+                         "train_cdlm.py for each number of answers")
     problems = held_out(tokenizer, 4 if args.quick else 40)
 
-    def measure(arm, threshold):
+    def measure(answers, name, threshold):
         runs = []
-        for folder in arms[arm]:
+        for folder in arms[answers, name]:
             student = checkpoints.load(folder, model.device, BF16)
             decoder = cdlm.Decoder(student, tokenizer.mask_id, threshold=threshold, batch_size=16)
             runs.append(answer(decoder, problems, tokenizer)[0]["runs"])
-        row = {"training": arm.replace("_", " "), "seeds": len(runs), "threshold": threshold, **figures(runs)}
+        row = {"answers": answers, "training": name.replace("_", " "), "seeds": len(runs),
+               "threshold": threshold, **figures(runs)}
         return row, np.array(runs)[:, 0].mean(0).tolist()
 
-    points = POINTS[:2]
-    cells = [(arm, t) for arm in arms for t in points]
+    cells = [(*arm, threshold) for arm in arms for threshold in POINTS[:2]]
     measured = each_kept("cdlm_ablations", args, model, cells, measure)
-    for i, (row, right) in enumerate(measured):
-        more = np.subtract(right, measured[i % len(points)][1])
+    first = {}                                           # (answers, threshold): of the first student
+    for row, right in measured:
+        more = np.subtract(right, first.setdefault((row["answers"], row["threshold"]), right))
         row["more"], row["more_range"] = more.mean().item(), interval(lambda x: x.mean(-1), more)
     rows = [row for row, _ in measured]
     usual = [row for row in rows if row["threshold"] == cdlm.THRESHOLD]
     return {"rows": rows, "table": table(rows, ABLATIONS), "short": table(usual, ABLATIONS)}
 
 
-ABLATIONS = {"training": "{training}", "seeds": "{seeds}", "threshold": "{threshold:g}", **ACCURACY,
-             "more than the first": "{more:+.1%} ({more_range[0]:+.0%} to {more_range[1]:+.0%})"}
+ABLATIONS = {
+    "answers": "{answers}",
+    "training": "{training}",
+    "seeds": "{seeds}",
+    "threshold": "{threshold:g}",
+    **ACCURACY,
+    "more than the first": "{more:+.1%} ({more_range[0]:+.0%} to {more_range[1]:+.0%})",
+}
