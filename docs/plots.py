@@ -77,44 +77,55 @@ def speedup_by_batch(axes, r):
 
 def winners(axes, traces):
     """By output position, the share of requests in which a round of one drafter would gain more than a round
-    of any other; the band is twice the standard error over requests."""
+    of any other."""
+    def wins(trace, name):
+        others = [accept for m, accept in trace.accept.items() if m != name]
+        return trace.accept[name] > np.max([*others, np.ones(trace.n_out)], 0)
+    along(axes, traces, wins, "share of positions where it gains most")
+
+
+def gains(axes, traces):
+    """By output position, the tokens that a round of each drafter would gain: the accepted length."""
+    along(axes, traces, lambda trace, name: trace.accept[name], "tokens that a round gains")
+
+
+def along(axes, traces, values, label):
+    """By output position, the mean of values(trace, drafter) (n_out,) for each drafter; the band is twice the
+    standard error over requests."""
     starts = range(1, max(t.n_out for t in traces) - WINDOW + 1, WINDOW)
     for name in traces[0].accept:
-        wins = []                                        # by request: whether it gains most (n_out,)
-        for t in traces:
-            others = [accept for m, accept in t.accept.items() if m != name]
-            wins.append(t.accept[name] > np.max([*others, np.ones(t.n_out)], 0))
-        some = [np.array([w[start:start + WINDOW].mean() for w in wins if len(w) >= start + WINDOW])
+        own = [values(t, name) for t in traces]
+        some = [np.array([x[start:start + WINDOW].mean() for x in own if len(x) >= start + WINDOW])
                 for start in starts]
-        share = np.array([x.mean() for x in some])
+        mean = np.array([x.mean() for x in some])
         error = np.array([2 * x.std() / len(x) ** 0.5 for x in some])
-        axes.plot(starts, share, label=visible(name).replace("$", r"\$"))         # no mathematics
-        axes.fill_between(starts, share - error, share + error, alpha=0.2)
-    axes.set(xlabel="position in the output", ylabel="share of positions where it gains most")
+        axes.plot(starts, mean, label=visible(name).replace("$", r"\$"))          # no mathematics
+        axes.fill_between(starts, mean - error, mean + error, alpha=0.2)
+    axes.set(xlabel="position in the output", ylabel=label)
 
 
-FIGURES = {                      # file of results/: (name, function)
-    "bounds.json": ("bounds_batch", speedup_by_batch),
-    "traces.jsonl": ("bounds_winners", winners),
-    "cdlm_curves.json": ("cdlm_steps", by_steps),
+FIGURES = {                      # file of results/: (name, function) of its figures
+    "bounds.json": [("bounds_batch", speedup_by_batch)],
+    "traces.jsonl": [("bounds_winners", winners), ("bounds_gains", gains)],
+    "cdlm_curves.json": [("cdlm_steps", by_steps)],
 }
 
 
 def draw(kind, path, prefix):
-    """Draw the figure of a kind of file, a key of FIGURES, as an SVG file whose name begins with `prefix`."""
-    name, figure = FIGURES[kind]
+    """Draw the figures of a kind of file, a key of FIGURES, as SVG files whose names begin with `prefix`."""
     matplotlib.rcParams.update(STYLE)
-    canvas, axes = pyplot.subplots(figsize=(7, 3))
-    with naming(path):
-        if kind.endswith(".jsonl"):
-            figure(axes, read_traces(path))
-        else:
-            found = read_json(path)
-            figure(axes, found.get("result", found))         # results/ also say where they are from
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    with replaced(f"{prefix}{name}.svg") as file:
-        canvas.savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None})
-    pyplot.close(canvas)
+    for name, figure in FIGURES[kind]:
+        canvas, axes = pyplot.subplots(figsize=(7, 3))
+        with naming(path):
+            if kind.endswith(".jsonl"):
+                figure(axes, read_traces(path))
+            else:
+                found = read_json(path)
+                figure(axes, found.get("result", found))     # results/ also say where they are from
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        with replaced(f"{prefix}{name}.svg") as file:
+            canvas.savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None})
+        pyplot.close(canvas)
 
 
 def main():
