@@ -24,7 +24,7 @@ except ImportError:
 SEEN = 64                               # newest positions of which a tree's row says what it sees
 
 
-def serve(model, tree):
+def can_run(model, tree):
     """Whether the kernels run for this model, and for trees of so many rows."""
     return tree <= SEEN and available(model.embed.weight) and supported(model.config.head_dim, model.dtype)
 

@@ -22,7 +22,7 @@ buffers is enough, because the host waits for a forward before it prepares the n
 between two). Scores take 1 / (D * e / 2) of the memory of a cache for the same number of tokens.
 
 All steps of a drafter's round are one graph: each step draws its token on the device, where the next step
-reads it (core/drafters.py, Chained).
+reads it (core/drafters.py, ChainDrafter).
 
 The tests replace `capture` by a stand-in and run all the rest in Triton's interpreter. On an H100 the
 methods wrote the CPU's tokens when the layers had kernels of their own (docs/gpu.md); the model's layers have

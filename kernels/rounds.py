@@ -1,5 +1,5 @@
 """A drafter's round as one CUDA graph: all its draft steps are launched at once, and each step reads on the
-device the token that the step before it drew (core/drafters.py, Cached and Chained).
+device the token that the step before it drew (core/drafters.py, CachedDrafter and ChainDrafter).
 
 `accelerate` gives an engine and its drafters their graphs. From then on a drafter's keys and values lie in
 one pool, and `Rows` are what requests.Batch is for torch's operators.
@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from minispec.core.drafters import Cached, Chained
+from minispec.core.drafters import CachedDrafter, ChainDrafter
 from minispec.core.kv_cache import KVCache, whole_blocks
 
-from . import serve
+from . import can_run
 from .attention import Plan, make_plan
 from .graphs import Graphs, Inputs, target_graphs
 
@@ -51,7 +51,7 @@ class Rounds(Graphs):
         group = c.n_head // c.n_kv_head
         features = drafter.n_features if drafter.uses_hidden_states else 0
         per_request = {}
-        if isinstance(drafter, Chained):
+        if isinstance(drafter, ChainDrafter):
             zeros = torch.zeros(batch, dtype=torch.long)
             per_request = dict.fromkeys(("last", "ends", "streams", "at"), zeros)
             per_request["min_confidence"] = torch.zeros(batch)
@@ -89,6 +89,6 @@ def accelerate(engine, longest):
     engine.graphs = target_graphs(engine, longest)
     drafter = engine.scheduler.drafter
     for some in [drafter, *drafter.drafters.values()]:
-        tree = some.room if isinstance(some, Chained) and some.width > 1 else 0
-        if isinstance(some, Cached) and serve(some.target, tree):
+        tree = some.room if isinstance(some, ChainDrafter) and some.width > 1 else 0
+        if isinstance(some, CachedDrafter) and can_run(some.target, tree):
             some.graphs = Rounds(some, engine.batch_size, longest)

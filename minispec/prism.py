@@ -42,7 +42,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from minispec.core import gpt
-from minispec.core.drafters import Chained
+from minispec.core.drafters import ChainDrafter
 from minispec.core.losses import Divergence, numbers_of
 from minispec.core.requests import MAX_K
 from minispec.core.verify import argmax
@@ -226,7 +226,7 @@ def unrolled_loss(prism, batch, steps):
 
 # -- drafting: chains ----------------------------------------------------------------------------------------
 
-class PrismDrafter(Chained):
+class PrismDrafter(ChainDrafter):
     """Drafts chains, drawn like the target draws, with temperature, for the engine's SyncScheduler:
     SyncScheduler(engine, PrismDrafter(prism, target, depth), k), with k of at most `depth` drafts."""
     uses_hidden_states = True
@@ -254,7 +254,7 @@ class PrismDrafter(Chained):
         return rows
 
     def step(self, number, x, states):
-        """Draft step 1, 2, ..; see Chained. In step 1 the states are the target's features."""
+        """Draft step 1, 2, ..; see ChainDrafter. In step 1 the states are the target's features."""
         e = self.draft_head.embed(x.tokens)
         return self.prism(number, e, states, x.positions, x.attend)
 

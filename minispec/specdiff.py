@@ -53,7 +53,7 @@ import torch.nn.functional as F
 
 from minispec.core import gpt
 from minispec.core.gpt import dense_attend
-from minispec.core.drafters import MIN_CONFIDENCE, Cached
+from minispec.core.drafters import MIN_CONFIDENCE, CachedDrafter
 from minispec.core.losses import Divergence
 from minispec.core.noise import stream
 from minispec.core.requests import MAX_K, MAX_NODES
@@ -374,13 +374,13 @@ def best_path(draft, parents, p):
     return rows
 
 
-class SpecDiffDrafter(Cached):
+class SpecDiffDrafter(CachedDrafter):
     """Drafts for the engine's SyncScheduler: SyncScheduler(engine, SpecDiffDrafter(..), gamma * k_drafts).
 
     gamma drafts per chain, k_drafts chains per round. Under the rule `coupled` chain i begins with the i-th
     best token of the first slot, and all go on with the best. Under the others chains are drawn independently
     at temperature `temperature` (default: the request's own for one chain, 1 for several); at 0 they are the
-    argmax. A single chain is cut where it gets improbable, like the chains of `Chained`."""
+    argmax. A single chain is cut where it gets improbable, like the chains of `ChainDrafter`."""
     name = "specdiff"
     segments = 2            # of a request in a round: its new tokens, and its window
     select = staticmethod(best_path)
@@ -514,7 +514,7 @@ class SpecDiffDrafter(Cached):
 
     def _cut(self, index, q):
         """The tokens of a chain of indices (n,) drawn from q (n, N), up to the first one that makes the
-        product of their probabilities less than `min_confidence`; it stays, see Chained."""
+        product of their probabilities less than `min_confidence`; it stays, see ChainDrafter."""
         reach = q.gather(-1, index[:, None])[:, 0].cumprod(0)
         n = 1 + int((reach[:-1] >= self.min_confidence).sum())
         return self.draft_head.tokens(index[:n]).tolist()

@@ -66,7 +66,7 @@ def decoders(model, tokenizer):
                           ("margin", {"choose": margin}), ("entropy", {"choose": entropy})):
         with mock.patch.multiple(cdlm, **changed):
             decoder = methods.make_engine("cdlm", model, methods.settings(), 8)
-            row, _ = studies.answer(decoder, held_out, tokenizer)
+            row = studies.solve(decoder, held_out, tokenizer)
         out[name] = {key: row[key] for key in ("problems", "solved", "steps")}
     return out
 

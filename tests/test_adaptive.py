@@ -11,7 +11,7 @@ from test_engine import REJECTION, SCHEDULERS, SAMPLED, plain, prompts, run, sam
 
 from minispec import bounds
 from minispec.adaptive import Adaptive, rate
-from minispec.core.drafters import Chained, NGram, SmallLM
+from minispec.core.drafters import ChainDrafter, NGram, SmallLM
 from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.noise import noise
 from minispec.core.requests import Request
@@ -28,7 +28,7 @@ CLOSE = near_toy(0.3)
 @pytest.fixture(autouse=True)
 def whole_chains(monkeypatch):
     """Random models are unsure of every draft; here chains do not end for that."""
-    monkeypatch.setattr(Chained, "min_confidence", 0.0)
+    monkeypatch.setattr(ChainDrafter, "min_confidence", 0.0)
 
 
 def prices(draft=0.05, base=1.0, token=0.02, **more):

@@ -258,7 +258,7 @@ def test_every_study_leaves_its_tables_and_figures(measured):
     assert "time over the bound's" in out["bounds"]["table"]
     assert "GB/s" in out["profile"]["table"]
     drawn = [f.name for f in drawings(folder / "bounds.json", folder / "traces.jsonl")]
-    assert drawn in (["bounds_bounds_batch.svg", "bounds_bounds_winners.svg"], [])
+    assert drawn in (["bounds_bounds_batch.svg", "bounds_bounds_gains.svg", "bounds_bounds_winners.svg"], [])
 
 
 def test_profile_says_how_often_drafters_are_right(measured, monkeypatch):

@@ -18,7 +18,7 @@ import decode
 from minispec import bounds, cdlm
 from minispec.core import verify
 from minispec.core.noise import noise, stream
-from minispec.core.verify import greedy_tree, rejection
+from minispec.core.verify import verify_tree, rejection
 from minispec.tools import report
 from minispec.tools.files import read_json
 
@@ -298,7 +298,7 @@ def test_the_round_with_shared_noise_by_hand():
         verdict = "accepted" if draft == choice else "rejected"
         assert f"noise e           {two(row)}\n         q / e             {two(q / row)}     {WORDS[draft]}\n" in page
         assert f"         p / e             {two(p / row)}     {WORDS[choice]:<4}      {verdict}\n" in page
-    path, token = greedy_tree(drafts, range(3), [*choices, 1])
+    path, token = verify_tree(drafts, range(3), [*choices, 1])
     assert " ".join(WORDS[t] for t in [*(drafts[i - 1] for i in path), token]) == "cat sat down"
     # How often both are first: with noise, and the sum over tokens in closed form.
     many = noise(torch.full((60_000,), stream(0)), torch.arange(60_000), 4)

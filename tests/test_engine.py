@@ -127,7 +127,7 @@ def test_greedy_is_identical_to_autoregressive(name):
     ],
 )
 def test_greedy_control_a_drafter_believed_blindly_is_caught(name, wrong, monkeypatch):
-    monkeypatch.setattr(verify, "greedy_tree", wrong)
+    monkeypatch.setattr(verify, "verify_tree", wrong)
     assert texts(name) != plain(name, 8)
 
 

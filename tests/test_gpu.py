@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import toy_model
 
-from kernels import SEEN, serve
+from kernels import SEEN, can_run
 from kernels.graphs import Graphs
 from minispec.core import engine as engine_module
 from minispec.core.drafters import Drafter
@@ -149,7 +149,7 @@ def test_trees_run_on_the_kernels_where_a_word_of_bits_shows_who_sees_whom(monke
     tree.width = 4
     monkeypatch.setattr("kernels.available", lambda x: True)
     rows = [SyncScheduler(None, tree, k).tree for k in (15, SEEN - 1, SEEN)]
-    assert [serve(TARGET, n) for n in rows] == [True, True, False]
+    assert [can_run(TARGET, n) for n in rows] == [True, True, False]
     assert SyncScheduler(None, Drafter(), 32).tree == SyncScheduler(None).tree == 0
 
 

@@ -24,7 +24,7 @@ from minispec import prism, specdiff  # noqa: E402
 from minispec.core import kv_cache  # noqa: E402
 from minispec.core.attention import FullKeys  # noqa: E402
 from minispec.core.cpu import Linear  # noqa: E402
-from minispec.core.drafters import Cached, NGram, SmallLM  # noqa: E402
+from minispec.core.drafters import CachedDrafter, NGram, SmallLM  # noqa: E402
 from minispec.core.engine import Engine, SyncScheduler  # noqa: E402
 from minispec.core.requests import Request, Segment  # noqa: E402
 from minispec.core.gpt import GPTConfig, RMSNorm  # noqa: E402
@@ -487,13 +487,13 @@ def test_prices_are_those_of_graphs(name, counting, monkeypatch):
 
     rounds = []
 
-    def in_pool(drafter, work, real=Cached.in_pool):
+    def in_pool(drafter, work, real=CachedDrafter.in_pool):
         rounds.append(real(drafter, work))
         return rounds[-1]
 
     without_attention(monkeypatch)
     monkeypatch.setattr(measure, "Half", OnKernels)
-    monkeypatch.setattr(Cached, "in_pool", in_pool)
+    monkeypatch.setattr(CachedDrafter, "in_pool", in_pool)
     drafter = DRAFTERS[name][0]()
     for _ in range(2):
         seconds = measure.round_seconds(TARGET, drafter, 2, 20, [1, 3])

@@ -15,7 +15,7 @@ from minispec.core.attention import tree_mask
 from minispec.core.engine import Engine
 from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request
-from minispec.core.verify import Sampling, draw, greedy_tree, warp
+from minispec.core.verify import Sampling, draw, verify_tree, warp
 from minispec.prism import PrismConfig, PrismTreeDrafter
 
 DRAFTERS = {m: toy_prism(step_map=MAPS[m]) for m in MAPS}
@@ -119,7 +119,7 @@ V = 6
 
 def the_walk(draft, parents, p, coins):
     """By choices that coins draw, one for each row."""
-    return greedy_tree(draft, parents, draw(p, coins).tolist())
+    return verify_tree(draft, parents, draw(p, coins).tolist())
 
 
 def forgets_what_was_rejected(draft, parents, p, coins):
@@ -166,8 +166,8 @@ def test_the_walk_is_lossless_and_the_controls_are_not(rule, sampling, lossless)
         ([], [], [5], []),
     ],
 )
-def test_greedy_tree_by_hand(draft, parents, best, path):
-    assert greedy_tree(draft, parents, best) == (path, best[[0, *path][-1]])
+def test_verify_tree_by_hand(draft, parents, best, path):
+    assert verify_tree(draft, parents, best) == (path, best[[0, *path][-1]])
 
 
 # -- trees ---------------------------------------------------------------------------------------------------

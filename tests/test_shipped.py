@@ -79,7 +79,7 @@ def test_diffusion_teacher_solves_problems_with_several_tokens_a_step(shipped, m
     monkeypatch.setattr(tasks, "FAMILIES", tasks.FAMILIES[:3])
     target, tokenizer = shipped
     decoder = methods.make_engine("dlm", target, methods.settings(threshold=0.99), 5)
-    row, _ = cdlm_studies.answer(decoder, cdlm_studies.held_out(tokenizer, 1), tokenizer)
+    row = cdlm_studies.solve(decoder, cdlm_studies.held_out(tokenizer, 1), tokenizer)
     assert row["solved"] >= 0.6
     assert row["tokens"] > 3 * row["steps"]
 
@@ -87,7 +87,7 @@ def test_diffusion_teacher_solves_problems_with_several_tokens_a_step(shipped, m
 def test_student_solves_problems_in_fewer_steps_than_its_teacher(shipped):
     target, tokenizer = shipped
     decoder = methods.make_engine("cdlm", target, methods.settings(), 5)
-    row, _ = cdlm_studies.answer(decoder, cdlm_studies.held_out(tokenizer, 1), tokenizer)
+    row = cdlm_studies.solve(decoder, cdlm_studies.held_out(tokenizer, 1), tokenizer)
     assert row["solved"] >= 0.6
     assert row["tokens"] > 5 * row["steps"]
 

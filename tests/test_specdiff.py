@@ -31,7 +31,7 @@ from minispec.core.drafters import MIN_CONFIDENCE as STOP_AT
 from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.gpt import dense_attend
 from minispec.core.requests import Request
-from minispec.core.verify import Sampling, draw, graft, greedy_tree, rejection, warp
+from minispec.core.verify import Sampling, draw, graft, verify_tree, rejection, warp
 from minispec.data import recorded, rollouts
 from minispec.specdiff import MASK, SpecDiffDrafter, best_path
 
@@ -231,7 +231,7 @@ def judge_by(rule, chains, q, p, coins):
     else:
         kept = best_path(tokens, parents, own) if rule == "selection" else range(99)
         parents = [parent if row in kept else None for row, parent in enumerate(parents, 1)]
-        path, token = greedy_tree(tokens, parents, draw(own, coins).tolist())
+        path, token = verify_tree(tokens, parents, draw(own, coins).tolist())
     return [tokens[i - 1] for i in path], token
 
 

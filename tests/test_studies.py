@@ -160,7 +160,6 @@ def test_diffusion_models_are_compared(toy, small):
     assert [r.get("order") for r in rows] == 5 * [None] + ["surest"]
     assert all(r["problems"] == 8 and set(r["by_family"]) == {"revise", "arith"} for r in rows)
     assert rows[0]["steps"] == rows[0]["tokens"] == 40
-    assert ["same" in r for r in rows] == [False, False, *4 * [True]]
     assert all(0 <= r["solved_range"][0] <= r["solved"] <= r["solved_range"][1] <= 1 for r in rows)
     assert whole(found["table"])
     curves = diffusion.cdlm_curves(*toy)
@@ -193,19 +192,20 @@ def test_diffusion_models_are_timed(toy, small, tmp_path, monkeypatch):
 
 def test_students_of_other_trainings_are_compared(toy, small, tmp_path):
     args, target, tokenizer = toy
-    for name in ("100/all", "100/all-2", "100/other", "20/all"):
+    for name in ("long/all", "long/all-2", "long/other", "short/all"):
         checkpoints.save(target, tmp_path / "arms" / name, args.model)
         (tmp_path / "arms" / name / "log.jsonl").touch()
     args.drafter = str(tmp_path / "arms")
     found = diffusion.cdlm_ablations(args, target, tokenizer)
     rows = found["rows"]
-    arms = [(r["answers"], r["training"], r["seeds"]) for r in rows[::2]]
-    assert arms == [("100", "all", 2), ("100", "other", 1), ("20", "all", 1)]
+    arms = [(r["group"], r["training"], r["seeds"]) for r in rows[::2]]
+    assert arms == [("long", "all", 2), ("long", "other", 1), ("short", "all", 1)]
     assert [r["threshold"] for r in rows] == 3 * [0.9, 0.99]
     assert all(r["more"] == 0 and r["more_range"] == [0, 0] for r in rows)  # the same model three times
     assert all(1 <= r["tau"] == pytest.approx(r["tokens"] / r["steps"]) for r in rows)
     assert whole(found["table"])
     assert whole(found["short"]) and "| 0.9 |" not in found["short"]
+    assert found["short"].count("\n") == 1 + 2                             # the first "all", and "other"
     args.drafter = str(tmp_path)
     with pytest.raises(ValueError, match="cdlm_ablations needs --drafter DIR"):
         diffusion.cdlm_ablations(args, target, tokenizer)

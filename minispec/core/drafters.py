@@ -1,10 +1,10 @@
 """Drafters that need no training of their own, and the base classes of all drafters.
 
-    Drafter     the interface between the engine and a drafter
-    Cached      a drafter with its own keys and values; a DraftState for every request
-    Chained     a Cached that drafts token by token; on a GPU a round is one CUDA graph
-    NGram       prompt lookup
-    SmallLM     a small model
+    Drafter         the interface between the engine and a drafter
+    CachedDrafter   a drafter with its own keys and values; a DraftState for every request
+    ChainDrafter    a CachedDrafter that drafts token by token; on a GPU a round is one CUDA graph
+    NGram           prompt lookup
+    SmallLM         a small model
 
 prism.py and specdiff.py have the drafters that are trained, adaptive.py one that asks others.
 
@@ -26,7 +26,7 @@ from minispec.core.verify import graft, warp
 from minispec.core.draft_head import DraftHead
 
 
-MIN_CONFIDENCE = 0.3    # default min_confidence of chains; see Chained
+MIN_CONFIDENCE = 0.3    # default min_confidence of chains; see ChainDrafter
 PAD_DRAFT = -1          # instead of a draft, after the end of a chain
 
 
@@ -35,7 +35,7 @@ class Drafter:
     name = "target"         # shown next to the drafts
     gamma = MAX_K           # the most drafts that follow one another
     width = 1               # more: it may propose trees
-    min_confidence = 0.0    # above 0: it ends a chain itself; see Chained
+    min_confidence = 0.0    # above 0: it ends a chain itself; see ChainDrafter
     uses_hidden_states = False      # whether it reads the target's final hidden states
     feature_layers = ()     # F layers of the target whose states it reads besides
     select = None           # of trees under the rule `selection`: see specdiff.best_path
@@ -87,7 +87,7 @@ class DraftState:
         return features
 
 
-class Cached(Drafter):
+class CachedDrafter(Drafter):
     """A drafter with its own keys and values: a DraftState for every request, and a function round(Batch) ->
     [tensors] of one or more forwards, which depends on nothing but the Batch.
 
@@ -137,7 +137,7 @@ class Cached(Drafter):
         return out
 
 
-class Chained(Cached):
+class ChainDrafter(CachedDrafter):
     """A drafter whose first step reads the tokens committed since the last round. Every further step reads
     the token that the step before it drew, on the device.
 
@@ -283,7 +283,7 @@ def with_lookup(proposal, lookup):
     return tokens, q, parents, chains, new
 
 
-class SmallLM(Chained):
+class SmallLM(ChainDrafter):
     """A small model of the same vocabulary drafts autoregressively (Leviathan et al. 2211.17192), with the
     request's own sampling settings. All requests of the batch draft together. Either model may have more
     tokens than the other; only tokens of both are drafted."""
@@ -300,7 +300,7 @@ class SmallLM(Chained):
         self.draft_head.vocab_size = theirs              # q is compared with the target's p
 
     def step(self, number, x, states):
-        """One step; see Chained. A token that the small model lacks is read as its last one."""
+        """One step; see ChainDrafter. A token that the small model lacks is read as its last one."""
         tokens = x.tokens.clamp(max=self.config.vocab_size - 1)
         return gpt.body(self.target, self.target.rope, self.draft_head.embed(tokens), x.positions, x.attend)
 

@@ -78,7 +78,7 @@ class Engine:
         self.sample_seconds = 0.0                        # seconds of this iteration in verify.py
         self.on_prefill = None                           # called with the number of prompt tokens just read
         # On a GPU: Triton kernels, CUDA graphs of them, and a stream to verify on.
-        self.fused = model.device.type == "cuda" and kernels("kernels").serve(model, self.scheduler.tree)
+        self.fused = model.device.type == "cuda" and kernels("kernels").can_run(model, self.scheduler.tree)
         self.graphs = None                               # of forwards on the kernels, see kernels/graphs.py
         self.thread = self.side = None
         if self.scheduler.delayed:

@@ -190,7 +190,7 @@ class Batch:
     """Rows of several requests, packed for torch's operators (kernels.graphs.Inputs for the kernels): tokens
     (N,), positions (N,), and segments: (first row, last row + 1, keys) of each Segment. Drafters also read
     features (N, (F + 1) * C); per_request, {name: tensor with an entry for each request}; and options, which
-    are no tensors (see Chained.propose for both). ends_early: whether a round may stop before its last
+    are no tensors (see ChainDrafter.propose for both). ends_early: whether a round may stop before its last
     step."""
     tokens: torch.Tensor
     positions: torch.Tensor

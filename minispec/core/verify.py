@@ -143,7 +143,7 @@ def scores(logits, sampling, streams, positions):
     return p / noise(np.array(streams), np.array(positions), p.shape[-1], device=p.device)
 
 
-def greedy_tree(draft, parents, best):
+def verify_tree(draft, parents, best):
     """The walk. draft: n token ids; parents: the parent row of each; best: the target's choice in each of the
     n + 1 rows. Returns (accepted rows, next token)."""
     path = [0]
@@ -253,5 +253,5 @@ def verify(segments, logits):
         if s.select and s.drafts and sampling.rule == "selection" and sampling.temperature > 0:
             kept = s.select(s.drafts, parents, warp(own, sampling))
             parents = [parent if row in kept else None for row, parent in enumerate(parents, 1)]
-        verdicts.append(greedy_tree(s.drafts, parents, best))
+        verdicts.append(verify_tree(s.drafts, parents, best))
     return verdicts

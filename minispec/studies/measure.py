@@ -31,7 +31,7 @@ from minispec.core.drafters import Drafter
 from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.kv_cache import KVCache, whole_blocks
 from minispec.core.requests import Request
-from minispec.core.verify import greedy_tree
+from minispec.core.verify import verify_tree
 from minispec.costs import check_costs
 from minispec.traces import Trace
 
@@ -303,7 +303,7 @@ def traces_of(drafters, model, texts, k_max):
             trace.offered[name] = offered = np.zeros(len(output), int)
             for i, drafts in noted[r].items():
                 # The engine's rule for greedy verification; a chain is a tree.
-                path, _ = greedy_tree(drafts, range(len(drafts)), output[i:i + len(drafts) + 1])
+                path, _ = verify_tree(drafts, range(len(drafts)), output[i:i + len(drafts) + 1])
                 accept[i] = len(path) + 1
                 offered[i] = len(drafts)
             if (accept > k_max).any():
