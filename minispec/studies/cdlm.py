@@ -182,8 +182,8 @@ def latency(run):
 # -- students of other trainings -------------------------------------------------------------------
 
 def cdlm_ablations(args, model, tokenizer):
-    """The students in the folders --drafter/GROUP/NAME, at two thresholds: 40 problems of each family, and how
-    many more they solve than the first student of their group. NAME-2 is another seed of NAME."""
+    """The students in the folders --drafter/GROUP/NAME, at two thresholds: 100 problems of each family, and
+    how many more they solve than the first student of their group. NAME-2 is another seed of NAME."""
     arms = {}
     for log in sorted(Path(args.drafter or "").glob("*/*/log.jsonl")):
         folder = log.parent
@@ -191,7 +191,7 @@ def cdlm_ablations(args, model, tokenizer):
     if not arms:
         raise ValueError("cdlm_ablations needs --drafter DIR, a folder of groups of students that "
                          "train_cdlm.py wrote: DIR/GROUP/NAME")
-    problems = held_out(tokenizer, 4 if args.quick else 40)
+    problems = held_out(tokenizer, 4 if args.quick else 100)
 
     def measure(group, name, threshold):
         runs = []
