@@ -32,7 +32,7 @@ def compare(folder, new_tokens=128, repeats=5, n=5):
     """Returns {"minispec": [tokens/s], "transformers": [tokens/s], "ratio", "logit_difference",
     "same_tokens"}."""
     import transformers
-    ours, tokenizer = checkpoints.load(folder), Tokenizer.load(folder)
+    ours, tokenizer = checkpoints.load(folder, dtype=torch.float32), Tokenizer.load(folder)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     problems = [tasks.make(f, 900 + i, "heldout") for i, f in enumerate(tasks.FAMILIES[:n])]
     prompts = [tokenizer.prompt_ids(p.prompt) for p in problems]

@@ -18,7 +18,7 @@ import decode
 from minispec import bounds, cdlm
 from minispec.core import verify
 from minispec.core.noise import noise, stream
-from minispec.core.verify import verify_tree, rejection
+from minispec.core.verify import rejection, verify_tree
 from minispec.tools import report
 from minispec.tools.files import read_json
 

@@ -31,7 +31,7 @@ from minispec.core.drafters import MIN_CONFIDENCE as STOP_AT
 from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.gpt import dense_attend
 from minispec.core.requests import Request
-from minispec.core.verify import Sampling, draw, graft, verify_tree, rejection, warp
+from minispec.core.verify import Sampling, draw, graft, rejection, verify_tree, warp
 from minispec.data import recorded, rollouts
 from minispec.specdiff import MASK, SpecDiffDrafter, best_path
 

@@ -190,7 +190,7 @@ def test_diffusion_models_are_timed(toy, small, tmp_path, monkeypatch):
     assert whole(found["short"]) and found["short"].count("\n") == 1 + 8
 
 
-def test_students_of_other_trainings_are_compared(toy, small, tmp_path):
+def test_students_of_other_trainings_are_compared(toy, small, tmp_path, monkeypatch):
     args, target, tokenizer = toy
     for name in ("long/all", "long/all-2", "long/other", "short/all"):
         checkpoints.save(target, tmp_path / "arms" / name, args.model)
@@ -206,6 +206,12 @@ def test_students_of_other_trainings_are_compared(toy, small, tmp_path):
     assert whole(found["table"])
     assert whole(found["short"]) and "| 0.9 |" not in found["short"]
     assert found["short"].count("\n") == 1 + 2                             # the first "all", and "other"
+    # Each is compared with the first of its group, at its threshold: shares of the eight problems in eighths.
+    right = iter((0, 0, 2, 2, 4, 8, 7, 5))                                  # two seeds of long/all
+    solve = lambda *_: {"runs": ([i < n for n in [next(right)] for i in range(8)], [4] * 8, [40] * 8)}
+    monkeypatch.setattr(diffusion, "solve", solve)
+    rows = diffusion.cdlm_ablations(args, target, tokenizer)["rows"]
+    assert [r["more"] for r in rows] == [0, 0, 4 / 8, 6 / 8, 0, 0]
     args.drafter = str(tmp_path)
     with pytest.raises(ValueError, match="cdlm_ablations needs --drafter DIR"):
         diffusion.cdlm_ablations(args, target, tokenizer)
@@ -250,11 +256,22 @@ def test_a_real_models_greedy_answers_end_before_they_loop(monkeypatch, shipped)
     assert "1 of 2 greedy answers" in note and "after 10 tokens" in note
 
 
-def test_drafts_of_a_round_are_those_of_the_nearest_batch():
+def test_a_methods_drafts_are_those_of_the_nearest_batch_of_the_price_table(shipped, monkeypatch):
     best_k = {"1": {"ngram": 8}, "4": {"ngram": 5}, "16": {"ngram": 4}}
     for batch, k in ((1, 8), (4, 5), (8, 5), (12, 4), (64, 4)):
         assert run.drafts_for(batch, best_k) == {"ngram": k}
     assert run.drafts_for(8, {}) == {}
+    # And the study asks for them.
+    asked = []
+    engine_of = lambda name, model, args, batch, k: asked.append((name, batch, k))
+    monkeypatch.setattr(run, "engine_of", engine_of)
+    monkeypatch.setattr(run, "read_costs", lambda path: {"about": {"best_k": best_k}})
+    build_all = lambda builders, *_: [build() for build in builders.values()]
+    monkeypatch.setattr(run, "time_interleaved", build_all)
+    monkeypatch.setattr(run, "rows_of", lambda *_: [])
+    how = run.Size(8, 1, {1: 1}, {8: 2}, {}, 4, {})
+    run.observe("run", methods.settings(quick=True, data=None, cost=TARGET), *shipped, how, ["ngram"])
+    assert set(asked) == {("ar", 1, None), ("ngram", 1, 8), ("ar", 8, None), ("ngram", 8, 5)}
 
 
 def test_the_short_table_has_both_models_and_marks_the_best_of_the_papers(tmp_path, monkeypatch):
