@@ -195,6 +195,7 @@ class FewRows:
                 own = (owner == i).nonzero()[:, 0]
                 recorded[i] = own[number[own].argsort()]
         owner, masked = owner.to(cache.k.device), masked.to(cache.k.device)
+        owns = F.one_hot(owner, len(members)).mT.to(cache.k)                   # (B, m)
         one_each = len(blocks) == len(members) and not recorded
         block_of = owner.argsort()                       # of each request, if it has one block
 
@@ -218,14 +219,12 @@ class FewRows:
                 out = products(x.softmax(-1), layer, 1).index_select(1, block_of).transpose(0, 1)
                 return ungroup_rows(out, self.n).flatten(0, 1)
             of_row = owner[None, :, None].expand(groups, -1, rows)
-            top = x.new_full((groups, b, rows), float("-inf")).scatter_reduce_(1, of_row, x.amax(-1), "amax")
-            # 4. exp(logit - maximum), its sum, and the values that it weighs.
+            most = x.float().amax(-1).to(x)                                    # bf16 alone takes thrice as long
+            top = x.new_full((groups, b, rows), float("-inf")).scatter_reduce_(1, of_row, most, "amax")
+            # 4. exp(logit - maximum), its sum, and the values that it weighs, added up by request.
             x.sub_(top.index_select(1, owner)[..., None]).exp_()
-            exact = torch.promote_types(q.dtype, torch.float32)
-            total = torch.zeros_like(top, dtype=exact)
-            total.index_add_(1, owner, x.sum(-1, dtype=exact))
-            out = torch.zeros_like(q, dtype=exact)
-            out.index_add_(1, owner, products(x, layer, 1).to(exact))
+            total = owns.float() @ x.sum(-1).float()                           # (G, B, g * n)
+            out = (owns @ products(x, layer, 1).flatten(2)).view_as(q)
             for i, own in recorded.items():
                 probs = x[:, own] / total[:, i, None, :, None]                 # (G, blocks, g * n, BLOCK)
                 keys = members[i]
