@@ -114,7 +114,7 @@ def check_books(engine):
     free = [*cache.free_blocks, *cache.idle]
     assert sorted({*free, *held}) == list(range(cache.n_blocks))
     assert len(set(free)) == len(free) and not set(free) & set(held)
-    assert cache.users == [held.count(block) for block in range(cache.n_blocks)]
+    assert all(cache.users[block] == held.count(block) for block in range(cache.n_blocks))
 
 
 @functools.cache

@@ -46,10 +46,7 @@ def scattered(block=8):
     def take(cache, n, real=KVCache._take):
         if n > len(cache.free_blocks):
             return real(cache, n)
-        taken = [cache.free_blocks.pop(len(cache.free_blocks) * 5 // 8) for _ in range(n)]
-        for one in taken:
-            cache.users[one] = 1
-        return taken
+        return [cache.free_blocks.pop(len(cache.free_blocks) * 5 // 8) for _ in range(n)]
 
     with mock.patch.object(kv_cache, "BLOCK", block), mock.patch.object(KVCache, "_take", take):
         yield

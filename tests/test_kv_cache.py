@@ -6,6 +6,7 @@ from conftest import cached_kv, toy_model
 
 from minispec.core import kv_cache
 from minispec.core.kv_cache import KVCache
+from minispec.core.prefix_cache import PrefixCache
 
 
 def write(cache, blocks, start=0):
@@ -83,7 +84,7 @@ def test_charged_slots_are_not_given_out():
 
 def test_blocks_that_are_used_again_lie_in_order():
     """The last blocks of a text that has left are taken first, and a new text has them in order."""
-    cache = KVCache(toy_model().config, 40)
+    cache = PrefixCache(toy_model().config, 40)
     blocks = cache.open(40)
     cache.remember(blocks, list(range(40)))
     cache.close(blocks)
@@ -97,7 +98,7 @@ def test_blocks_that_are_used_again_lie_in_order():
 def test_a_block_in_which_texts_part_is_copied(in_use):
     """Of a text that goes on, or one that has left; and what its owner, or the other text, writes behind the
     common tokens does not change them."""
-    cache = KVCache(toy_model().config, 40)
+    cache = PrefixCache(toy_model().config, 40)
     old = cache.open(12)
     content = write(cache, old)
     cache.remember(old, list(range(10)))

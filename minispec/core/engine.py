@@ -40,7 +40,8 @@ from minispec.core import verify
 from minispec.core.admission import Admission
 from minispec.core.attention import FullKeys, tree_mask
 from minispec.core.drafters import Drafter, NGram, with_lookup
-from minispec.core.kv_cache import KVCache, beside, whole_blocks
+from minispec.core.kv_cache import beside, whole_blocks
+from minispec.core.prefix_cache import PrefixCache
 from minispec.core.requests import Segment, check_k, check_requests, pack
 
 PROMPT_ROWS = 2048  # prompt tokens a forward, all requests together: it bounds the memory of activations
@@ -285,8 +286,8 @@ class Engine:
         if largest > slots:
             raise ValueError(f"a cache of {slots} tokens cannot hold a request of {largest}")
         if self.cache is None:
-            self.cache = KVCache(self.model.config, slots, self.model.dtype, self.model.device,
-                                 spare=int(self.fused))
+            self.cache = PrefixCache(self.model.config, slots, self.model.dtype, self.model.device,
+                                     spare=int(self.fused))
         if self.cache.n_slots < slots:
             self.cache.enlarge(slots)                    # with the keys and values of earlier texts
             self.graphs = None                           # they know the old addresses

@@ -5,16 +5,8 @@ A block holds the keys and values of BLOCK tokens in all layers. Position p of a
 `table[p // BLOCK]`, so a request grows by one block at a time, anywhere in the pool, without moving.
 Attention reads whole blocks where they lie (attention.py). Rejected tokens need no rollback: a request counts
 its cached tokens itself, and the next tokens overwrite the rest. Only the accepted path of a draft tree is
-moved together (`keep`).
-
-Texts that begin alike share the blocks of their common beginning (prefix caching, as in vLLM). A full block
-is found by its tokens and the block before it, and counts its users. A block without users keeps its content
-until the room is needed; the block that lost its last user first is reused first. Shared blocks are never
-written. The block in which two texts part, or one ends, is copied.
+moved together (`keep`). prefix_cache.py lets texts that begin alike share blocks.
 """
-import itertools
-import os
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import torch
@@ -66,12 +58,6 @@ class KVCache:
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
         self.group = config.n_head // config.n_kv_head   # g, query heads that share a key head
         self.free_blocks = list(range(self.n_blocks))
-        self.users = [0] * self.n_blocks                 # how many requests have each block
-        self.names = {}                                  # (name of the block before, tokens) -> (name, block)
-        self.named = {}                                  # block -> its key in `names`
-        self.begun = {}                                  # block that is not full -> the same
-        self.idle = OrderedDict()                        # named blocks without users, the oldest first
-        self.new_name = itertools.count(1)
         self.charged = 0
         self.offloaded = 0                               # tokens copied so far
         self.side = torch.cuda.Stream(self.kv.device) if self.kv.is_cuda else None
@@ -90,7 +76,7 @@ class KVCache:
 
     @property
     def used(self):
-        return self.n_slots - (len(self.free_blocks) + len(self.idle)) * self.block
+        return self.n_slots - len(self.free_blocks) * self.block
 
     @property
     def free(self):
@@ -121,31 +107,18 @@ class KVCache:
         if more > 0:
             blocks.table += self._take(more)
         for _ in range(-more):
-            self._leave(blocks.table.pop())
+            self._give_back(blocks.table.pop())
         return True
 
     def _take(self, n):
-        """n blocks in order: first the lowest free ones, because neighbours are read at once, then those that
-        were left without users first."""
+        """n blocks in order, the lowest free ones, because neighbours are read at once."""
         self.free_blocks.sort()
         taken = self.free_blocks[:n]
         del self.free_blocks[:n]
-        while len(taken) < n:
-            block, _ = self.idle.popitem(last=False)
-            del self.names[self.named.pop(block)]
-            taken.append(block)
-        for block in taken:
-            self.users[block] = 1
-            self.begun.pop(block, None)
-        return sorted(taken)
+        return taken
 
-    def _leave(self, block):
-        self.users[block] -= 1
-        if not self.users[block]:
-            if block in self.named:
-                self.idle[block] = None
-            else:
-                self.free_blocks.append(block)
+    def _give_back(self, block):
+        self.free_blocks.append(block)
 
     def extend(self, blocks, n):
         """Give an Allocation blocks for at least n slots, if need be by copying the pool to a larger one."""
@@ -158,52 +131,7 @@ class KVCache:
         more = self.blocks_for(n_slots) - self.n_blocks
         self.kv = F.pad(self.kv, (0, 0, 0, more * self.block))
         self.free_blocks += range(self.n_blocks, self.n_blocks + more)
-        self.users += [0] * more
         self.n_blocks += more
-
-    # -- texts that begin alike ------------------------------------------------------------------------------
-
-    def _parts(self, tokens):
-        """The tokens of each block; the last one may be short."""
-        return [tuple(tokens[i:i + self.block]) for i in range(0, len(tokens), self.block)]
-
-    def share(self, blocks, tokens):
-        """Give a new Allocation the blocks that hold the beginning of `tokens`, and a block of its own with
-        a copy of the tokens that follow. Returns the number of tokens in them."""
-        name = 0
-        for part in self._parts(tokens):
-            if (name, part) not in self.names:
-                break
-            name, block = self.names[name, part]
-            self.users[block] += 1
-            self.idle.pop(block, None)
-            blocks.table.append(block)
-        # Of the blocks that follow, the one that begins with most of the other tokens.
-        size = self.size(blocks)
-        rest = tuple(tokens[size:])
-        known, source = max(((len(os.path.commonprefix([part, rest])), block)
-                             for block, (before, part) in (self.begun | self.named).items()
-                             if before == name), default=(0, None))
-        if known:
-            blocks.table += self._take(1)                # it may be the source
-            new, old = (block * self.block for block in (blocks.table[-1], source))
-            self.kv[:, :, :, new:new + known] = self.kv[:, :, :, old:old + known]
-        return size + known
-
-    def remember(self, blocks, tokens):
-        """These blocks hold `tokens`, which are not written any more: let other requests share them."""
-        name = 0
-        for block, part in zip(blocks.table, self._parts(tokens)):
-            key = name, part
-            if len(part) < self.block:
-                self.begun[block] = key
-                break
-            if key not in self.names:
-                if block in self.named:                  # under a beginning that has left the pool since
-                    break
-                self.names[key] = next(self.new_name), block
-                self.named[block] = key
-            name, _ = self.names[key]
 
     # -- where tokens lie ------------------------------------------------------------------------------------
 

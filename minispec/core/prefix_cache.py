@@ -1,0 +1,90 @@
+"""Texts that begin alike share the blocks of their common beginning (prefix caching, as in vLLM).
+
+A full block is found by its tokens and the block before it, and counts its users. A block without users keeps
+its content until the room is needed; the block that lost its last user first is reused first. Shared blocks
+are never written. The block in which two texts part, or one ends, is copied.
+"""
+import itertools
+import os
+from collections import Counter, OrderedDict
+
+from minispec.core.kv_cache import KVCache
+
+
+class PrefixCache(KVCache):
+    """A KVCache that remembers the tokens of its blocks."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.users = Counter()                           # how many requests have each block
+        self.names = {}                                  # (name of the block before, tokens) -> (name, block)
+        self.named = {}                                  # block -> its key in `names`
+        self.begun = {}                                  # block that is not full -> the same
+        self.idle = OrderedDict()                        # named blocks without users, the oldest first
+        self.new_name = itertools.count(1)
+
+    @property
+    def used(self):
+        return super().used - len(self.idle) * self.block
+
+    def _take(self, n):
+        """First free blocks, then those that were left without users first."""
+        taken = super()._take(n)
+        while len(taken) < n:
+            block, _ = self.idle.popitem(last=False)
+            del self.names[self.named.pop(block)]
+            taken.append(block)
+        for block in taken:
+            self.users[block] = 1
+            self.begun.pop(block, None)
+        return sorted(taken)
+
+    def _give_back(self, block):
+        self.users[block] -= 1
+        if not self.users[block]:
+            if block in self.named:
+                self.idle[block] = None
+            else:
+                super()._give_back(block)
+
+    def _parts(self, tokens):
+        """The tokens of each block; the last one may be short."""
+        return [tuple(tokens[i:i + self.block]) for i in range(0, len(tokens), self.block)]
+
+    def share(self, blocks, tokens):
+        """Give a new Allocation the blocks that hold the beginning of `tokens`, and a block of its own with
+        a copy of the tokens that follow. Returns the number of tokens in them."""
+        name = 0
+        for part in self._parts(tokens):
+            if (name, part) not in self.names:
+                break
+            name, block = self.names[name, part]
+            self.users[block] += 1
+            self.idle.pop(block, None)
+            blocks.table.append(block)
+        # Of the blocks that follow, the one that begins with most of the other tokens.
+        size = self.size(blocks)
+        rest = tuple(tokens[size:])
+        known, source = max(((len(os.path.commonprefix([part, rest])), block)
+                             for block, (before, part) in (self.begun | self.named).items()
+                             if before == name), default=(0, None))
+        if known:
+            blocks.table += self._take(1)                # it may be the source
+            new, old = (block * self.block for block in (blocks.table[-1], source))
+            self.kv[:, :, :, new:new + known] = self.kv[:, :, :, old:old + known]
+        return size + known
+
+    def remember(self, blocks, tokens):
+        """These blocks hold `tokens`, which are not written any more: let other requests share them."""
+        name = 0
+        for block, part in zip(blocks.table, self._parts(tokens)):
+            key = name, part
+            if len(part) < self.block:
+                self.begun[block] = key
+                break
+            if key not in self.names:
+                if block in self.named:                  # under a beginning that has left the pool since
+                    break
+                self.names[key] = next(self.new_name), block
+                self.named[block] = key
+            name, _ = self.names[key]
