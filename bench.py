@@ -42,7 +42,7 @@ STUDIES = {study.__name__: study for study in (
 )}
 ALL = list(STUDIES)[:-1]                # the last one needs a folder of students
 DEFAULT = ("profile", "trace", "run", "bounds")
-OWN_DTYPES = ("lossless", "cdlm_accuracy", "cdlm_curves", "cdlm_speed", "cdlm_ablations")
+OWN_DTYPES = ("bounds", "lossless", "cdlm_accuracy", "cdlm_curves", "cdlm_speed", "cdlm_ablations")
 MARKS = r"<!-- table (?:(\w+)/)?(\w+) ?(\w*) -->\n.*?<!-- end -->"  # model, study, which of its tables
 
 
@@ -108,8 +108,8 @@ def measure(names, args):
         result = STUDIES[name](args, model, tokenizer)
         if not args.quick:
             seconds = time.perf_counter() - started
-            dtype = result["about"].get("dtype", "") if name == "bounds" else results.dtype_name(model)
-            results.write(name, result, seconds, args.device, "" if name in OWN_DTYPES else dtype)
+            dtype = "" if name in OWN_DTYPES else results.dtype_name(model)
+            results.write(name, result, seconds, args.device, dtype)
         print(visible(result["table"]))
 
 

@@ -4,9 +4,10 @@ import numpy as np
 
 from minispec.core.verify import Sampling
 from minispec.data import loops
-from minispec.studies.results import each_kept, engine_of, interval, problems_of
+from minispec.studies.results import each_kept, engine_of, problems_of
 from minispec.tools import methods
 from minispec.tools.answers import requests_of
+from minispec.tools.intervals import interval
 from minispec.tools.markdown import table
 
 DRAFTS = 5
