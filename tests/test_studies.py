@@ -281,7 +281,7 @@ def test_more_chains_are_drafted_and_one_is_selected(toy, monkeypatch):
     monkeypatch.setattr(drafters, "engine_of", watched)
     found = drafters.chains(*toy)
     assert seen == {1, 2, 4, 8}
-    assert [r["method"] for r in found["rows"][:4]] == [f"specdiff, {k} chains" for k in (1, 2, 4, 8)]
+    assert [r["method"] for r in found["rows"][:4]] == [f"K = {k}" for k in (1, 2, 4, 8)]
     assert whole(found["table"])
 
 

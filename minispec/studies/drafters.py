@@ -44,7 +44,7 @@ def arms(args, model, tokenizer):
 
 def chains(args, model, tokenizer):
     """SpecDiff with more and more chains, of which the target's probabilities select one."""
-    drafters = {f"specdiff, {k} chains": (f"specdiff --k-drafts {k}", args.drafter) for k in (1, 2, 4, 8)}
+    drafters = {f"K = {k}": (f"specdiff --k-drafts {k}", args.drafter) for k in (1, 2, 4, 8)}
     return compare("chains", drafters, 2, args, model, tokenizer, "selection")
 
 
