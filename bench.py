@@ -26,7 +26,7 @@ from minispec import ROOT
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies import results
 from minispec.studies.cdlm import cdlm_ablations, cdlm_accuracy, cdlm_curves, cdlm_speed
-from minispec.studies.drafters import tau
+from minispec.studies.drafters import arms, chains, tau
 from minispec.studies.rules import lossless, rules
 from minispec.studies.run import bounds, profile, run, speed, trace
 from minispec.studies.specgen import scheduler, serving
@@ -37,12 +37,12 @@ from minispec.tools.training import fast_dtype
 
 # A study is a function (settings, target, tokenizer) -> its result; see studies/results.py.
 STUDIES = {study.__name__: study for study in (
-    profile, trace, run, bounds, speed, tau, lossless, rules, serving, scheduler, cdlm_accuracy,
-    cdlm_curves, cdlm_speed, cdlm_ablations,
+    profile, trace, run, bounds, speed, tau, chains, lossless, rules, serving, scheduler, cdlm_accuracy,
+    cdlm_curves, cdlm_speed, cdlm_ablations, arms,
 )}
-ALL = list(STUDIES)[:-1]                # the last one needs a folder of students
+ALL = list(STUDIES)[:-2]                # the last two need a folder of trained models
 DEFAULT = ("profile", "trace", "run", "bounds")
-OWN_DTYPES = ("lossless", "cdlm_accuracy", "cdlm_curves", "cdlm_speed", "cdlm_ablations")
+OWN_DTYPES = ("bounds", "lossless", "cdlm_accuracy", "cdlm_curves", "cdlm_speed", "cdlm_ablations")
 MARKS = r"<!-- table (?:(\w+)/)?(\w+) ?(\w*) -->\n.*?<!-- end -->"  # model, study, which of its tables
 
 
@@ -108,8 +108,8 @@ def measure(names, args):
         result = STUDIES[name](args, model, tokenizer)
         if not args.quick:
             seconds = time.perf_counter() - started
-            dtype = result["about"].get("dtype", "") if name == "bounds" else results.dtype_name(model)
-            results.write(name, result, seconds, args.device, "" if name in OWN_DTYPES else dtype)
+            dtype = "" if name in OWN_DTYPES else results.dtype_name(model)
+            results.write(name, result, seconds, args.device, dtype)
         print(visible(result["table"]))
 
 

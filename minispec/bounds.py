@@ -55,7 +55,8 @@ from tqdm import tqdm
 from minispec import ROOT
 from minispec.costs import CostTable, read_costs
 from minispec.tools.files import write_json
-from minispec.tools.markdown import texts
+from minispec.tools.intervals import interval
+from minispec.tools.markdown import cell, texts
 from minispec.tools.script import Parser, check_writable, positive, run_main, visible
 from minispec.traces import read_traces
 
@@ -154,7 +155,12 @@ def speedup(by, tokens, plain, seconds):
     """Speed-up of requests by one of AVERAGES. tokens, plain, seconds: arrays (R,)."""
     if by == "total time":
         return float(plain.sum() / seconds.sum())
-    return float((tokens / seconds).mean() / (tokens / plain).mean())
+    return float(mean_rate(tokens / seconds, tokens / plain))
+
+
+def mean_rate(rates, plain):
+    """Speed-up by mean rate, from tokens/s of the same requests (.., R)."""
+    return rates.mean(-1) / plain.mean(-1)
 
 
 def ladder(traces, cost, batch=1, k_max=None):
@@ -164,6 +170,8 @@ def ladder(traces, cost, batch=1, k_max=None):
     "seconds": plain decoding's modelled time for all requests, each as 1/batch of a batch of copies. Divided
         by a rung's speed-up by total time, it is the rung's time. For a bound with linear costs, no batch of
         different requests takes less.
+    "range": like an average, but a rung's value is [low, high], the 95 % interval of its speed-up by mean rate,
+        over requests.
     "censored": {drafter, or "all": share of positions where all drafts that were asked for were accepted}.
         Above a few percent the bounds only hold for rounds of at most k_max drafts.
 
@@ -183,15 +191,23 @@ def ladder(traces, cost, batch=1, k_max=None):
     for by in AVERAGES:
         s = {rung: speedup(by, tokens, times["plain"], own) for rung, own in times.items()}
         best = {m: max(range(1, k_max + 1), key=lambda k: s["fixed", m, k]) for m in names}
-        out[by] = {
-            "L2": {m: {"k": k, "speedup": s["fixed", m, k]} for m, k in best.items()},
-            "L4": {m: s["greedy", m] for m in out["censored"]},
-            "L5": {m: s["optimum", m] for m in names},
-            "L6": s["optimum", "all"],
-            "L7": s["free drafters"],
-            "L9": s["one pass"],
-        }
+        out[by] = by_key(s.get, best)
+    # The last average is the mean rate.
+    rates = {rung: tokens / own for rung, own in times.items()}
+    out["range"] = by_key(lambda rung: interval(mean_rate, rates[rung], rates["plain"]), best)
     return out
+
+
+def by_key(value, best):
+    """{key of RUNGS: value(rung)}. best: {drafter: the best fixed k}."""
+    return {
+        "L2": {m: {"k": k, "speedup": value(("fixed", m, k))} for m, k in best.items()},
+        "L4": {m: value(("greedy", m)) for m in (*best, "all")},
+        "L5": {m: value(("optimum", m)) for m in best},
+        "L6": value(("optimum", "all")),
+        "L7": value("free drafters"),
+        "L9": value("one pass"),
+    }
 
 
 def compared(traces, cost):
@@ -297,7 +313,8 @@ def observed_cells(traces, cost, runs):
         c = about | ladder(some, cost, plain["batch"])
         c |= observed(own, c, sum(t.n_out for t in some))
         for by, field in zip(AVERAGES, ("speedup", "rate_speedup")):
-            c[by]["L0"] = {r["method"]: r.get(field) for r in own}
+            c[by]["L0"] = {r["method"]: r[field] for r in own}
+        c["range"]["L0"] = {r["method"]: interval(mean_rate, r["rates"], plain["rates"]) for r in own}
         cells.append(c)
     return cells
 
@@ -391,7 +408,7 @@ def drafts_table(rows):
 def table(r):
     """The Markdown table of a result of `analyse`, and notes on it."""
     parts = [texts([row_of(c, m) for c in r["cells"] for m in c["censored"]]),
-             f"All speed-ups are {BOTH}."]
+             f"All speed-ups are {BOTH} (95 % interval of the mean rate, over requests)."]
     if any(share > FEW for c in r["cells"] for share in c["censored"].values()):
         parts.append(
             f"*: at more than {100 * FEW:.0f} % of the positions all drafts of the trace were accepted, so "
@@ -408,7 +425,7 @@ def table(r):
 def row_of(c, m):
     """{head: text} of a cell's drafter, or of "all": the bounds of all, beside those of the best single
     one."""
-    averages = [c[by] for by in AVERAGES]
+    averages = [c[by] for by in (*AVERAGES, "range")]
     total = averages[0]
     row = {"workload": c["workload"], "batch": c["batch"], "drafter": m}
     alone = total["L5"]
@@ -420,8 +437,8 @@ def row_of(c, m):
         suffix = f" {fixed}", f" {one}"
     if "L0" in total:
         row[RUNGS["L0"]] = figures([a["L0"].get(who) for a in averages])
-        row[RUNGS["L1"]] = figures([c["L1"].get(who)])
-        row["time over the bound's"] = figures([c["above"].get(who)])
+        row[RUNGS["L1"]] = cell("{x:.2f}", {"x": c["L1"].get(who)})
+        row["time over the bound's"] = cell("{x:.2f}", {"x": c["above"].get(who)})
     best = [a["L2"][fixed] for a in averages]
     ks = dict.fromkeys(str(x["k"]) for x in best)
     row[RUNGS["L2"]] = figures([x["speedup"] for x in best]) + f", k {' / '.join(ks)}" + suffix[0]
@@ -436,8 +453,10 @@ def row_of(c, m):
 
 
 def figures(values, censored=0.0):
-    """Speed-ups by the averages, marked if the traces are too short for the bound."""
-    return " / ".join(f"{x:.2f}" + "*" * (censored > FEW) for x in values if x is not None)
+    """Speed-ups by the averages and their interval, marked if the traces are too short for the bound."""
+    mark = "*" * (censored > FEW)
+    return cell("{x:.2f}{mark} / {y:.2f}{mark} ({span[0]:.2f}-{span[1]:.2f})",
+                dict(zip(("x", "y", "span"), values), mark=mark))
 
 
 # -- the command -----------------------------------------------------------------------------------

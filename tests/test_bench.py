@@ -31,6 +31,7 @@ from minispec.data.tokenizer import Tokenizer
 from minispec.studies import measure, results, run
 from minispec.tools import checkpoints, methods
 from minispec.tools.files import write_json
+from minispec.tools.intervals import interval
 from minispec.costs import CostTable
 
 COSTS = json.loads("""
@@ -67,7 +68,7 @@ def test_bounds_from_two_files_print_the_ladder_and_write_nothing(files):
     assert r.returncode == 0, r.stderr
     for said in ("4 requests, 24 positions", "c.json", "rounds  of at most 3 drafts", "| arith | 16 | all |",
                  "best fixed k | greedy (not a bound) | optimum of one | optimum of all | free drafters",
-                 "| story | 1 | ngram |", "All speed-ups are total time / mean rate."):
+                 "| story | 1 | ngram |", "All speed-ups are total time / mean rate (95 % interval"):
         assert said in r.stdout
     assert "observed" not in r.stdout
     assert sorted(os.listdir(files)) == ["c.json", "t.jsonl"]
@@ -164,8 +165,10 @@ def test_bounds_of_own_files_need_no_torch(files):
         argv = [sys.executable, "-c", code, "--traces", files / name, "--cost", files / "c.json"]
         r = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert r.returncode == rc and r.stderr.startswith(said) and r.stderr.count("\n") < 2, r.stderr
-        assert rc or "optimum of all" in r.stdout
-        assert rc or eval(r.stdout.splitlines()[-1]) == {"__mp_main__", "minispec", "numpy", "tqdm"}
+        if rc == 0:
+            assert "optimum of all" in r.stdout
+            loaded = {name for name in eval(r.stdout.splitlines()[-1]) if "cython" not in name}  # numpy's own
+            assert loaded == {"__mp_main__", "minispec", "numpy", "tqdm"}
 
 
 def test_the_recipe_makes_traces_of_an_engines_logs(tmp_path):
@@ -256,6 +259,9 @@ def test_every_study_leaves_its_tables_and_figures(measured):
         tables = [stored[key] for key in ("table", "short", "methods") if key in stored]
         assert all(t.startswith("| ") and t.count("\n") > 1 and "nan" not in t for t in tables)
     assert "time over the bound's" in out["bounds"]["table"]
+    # The machine of bounds is its cost table's.
+    about, stored = out["profile"]["costs"]["about"], json.loads((folder / "bounds.json").read_text())
+    assert {key: stored[key] for key in ("device", "dtype", "torch")}.items() <= about.items()
     assert "GB/s" in out["profile"]["table"]
     drawn = [f.name for f in drawings(folder / "bounds.json", folder / "traces.jsonl")]
     assert drawn in (["bounds_bounds_batch.svg", "bounds_bounds_gains.svg", "bounds_bounds_winners.svg"], [])
@@ -270,6 +276,26 @@ def test_profile_says_how_often_drafters_are_right(measured, monkeypatch):
     monkeypatch.setattr(measure, "cost_table", lambda *_, **__: dict(measured[1]["profile"]["costs"]))
     costs = run.profile(methods.settings(quick=True, data=None), model, tokenizer)["costs"]
     assert CostTable(costs).accept == costs["accept"] == {"draft": 1.0}
+
+
+def test_every_batch_size_has_its_best_number_of_drafts(monkeypatch):
+    """A draft costs nothing to verify for one request, and a whole step for nine. Prices between are
+    interpolated, so the best number of drafts falls from batch to batch."""
+    left = np.minimum(np.random.default_rng(0).geometric(0.2, 400), np.arange(400, 0, -1))
+    some = [traces.Trace("a/0", 9, 400, {"ngram": left})]
+    costs = {"verify": {"rows": [1, 9], "tokens": [1, 17], "seconds": [[[1], [1]], [[1], [17]]]},
+             "draft": {"ngram": {"rows": [1, 9], "tokens": [1], "seconds": [[[0]], [[0]]]}}}
+    for grid in (costs["verify"], costs["draft"]["ngram"]):
+        grid |= {"kind": "grid", "kv": [0]}
+    monkeypatch.setattr(methods, "chain_drafters", lambda *_: ["ngram"])
+    monkeypatch.setattr(measure, "cost_table", lambda *_, **__: costs)
+    monkeypatch.setattr(measure, "attention_reads", lambda model: [{}])
+    monkeypatch.setattr(run, "traces_of", lambda *_, **__: some)
+    model, tokenizer = small_target()
+    found = run.profile(methods.settings(quick=True, data=None), model, tokenizer)["costs"]["about"]["best_k"]
+    drafts = [found[str(batch)]["ngram"] for batch in range(1, 10)]
+    assert drafts[0] > drafts[2] > drafts[4] > drafts[8] == 1 and drafts == sorted(drafts, reverse=True)
+    assert run.drafts_for(5, found) == found["5"]
 
 
 def test_the_middle_run_is_reported():
@@ -338,12 +364,12 @@ def test_intervals_hold_the_true_value_as_often_as_they_say():
     for _ in range(300):
         rounds = rng.integers(20, 40, 60).astype(float)
         committed = rng.binomial(5, 0.5, 60) / 5 * rounds + rounds             # a true tau of 1.5
-        low, high = results.interval(tau, np.stack([committed, rounds], 1), draws=300)
+        low, high = interval(tau, np.stack([committed, rounds], 1), draws=300)
         hits += low <= 1.5 <= high
     assert 270 <= hits <= 297                                                  # 95 % of 300, and not all
     prompts = np.stack([committed, rounds], 1)
     more = np.stack([1.02 * committed, rounds], 1)
-    low, high = results.interval(lambda a, b: tau(a) / tau(b), more, prompts)
+    low, high = interval(lambda a, b: tau(a) / tau(b), more, prompts)
     assert low == pytest.approx(1.02) == high                                  # paired: no noise is left
 
 

@@ -379,6 +379,15 @@ def test_the_ladder_is_made_of_the_rungs():
         assert out[by]["L5"] == {m: of(("optimum", m)) for m in "ab"}
         last = [of(rung) for rung in (("optimum", "all"), "free drafters", "one pass")]
         assert [out[by][key] for key in ("L6", "L7", "L9")] == last
+    # A sample of two requests may have only one of them.
+    alone = lambda rung: pytest.approx(sorted(one["plain"] / one[rung] for one in times))
+    span = out["range"]
+    assert {m: span["L5"][m] for m in "ab"} == {m: alone(("optimum", m)) for m in "ab"}
+    assert span["L4"]["all"] == alone(("greedy", "all"))
+    assert {m: x["speedup"] for m, x in span["L2"].items()} == {
+        m: alone(("fixed", m, out["mean rate"]["L2"][m]["k"])) for m in "ab"}
+    last = [alone(rung) for rung in (("optimum", "all"), "free drafters", "one pass")]
+    assert [span[key] for key in ("L6", "L7", "L9")] == last
 
 
 def test_the_two_averages_differ_where_requests_do():
@@ -401,15 +410,15 @@ def test_censored_positions_are_counted():
 
 @pytest.mark.parametrize("share, mark", [(0.06, "*"), (0.05, "")])
 def test_a_bound_of_censored_traces_is_marked(share, mark):
-    def average(x, k):
-        best = {"a": {"k": k, "speedup": x + 0.25}}
+    def average(x, k, at=lambda x: x):
+        best = {"a": {"k": k, "speedup": at(x + 0.25)}}
         return {
             "L2": best,
-            "L4": {"a": 1.0, "all": 1.0},
-            "L5": {"a": x + 0.5},
-            "L6": x + 0.75,
-            "L7": x + 1,
-            "L9": x + 2,
+            "L4": {"a": at(1.0), "all": at(1.0)},
+            "L5": {"a": at(x + 0.5)},
+            "L6": at(x + 0.75),
+            "L7": at(x + 1),
+            "L9": at(x + 2),
         }
 
     cell = {
@@ -418,11 +427,13 @@ def test_a_bound_of_censored_traces_is_marked(share, mark):
         "censored": {"a": share, "all": share},
         "total time": average(1, 2),
         "mean rate": average(3, 4),
+        "range": average(3, 4, lambda x: [x - 1, x + 1]),
     }
     text = bounds.table({"model_error": None, "speedup_error": None, "left_out": [], "cells": [cell]})
     row = (
-        f"| w | 1 | all | 1.25 / 3.25, k 2 / 4 a | 1.00 / 1.00 | 1.50{mark} / 3.50{mark} a | "
-        f"1.75{mark} / 3.75{mark} | 2.00{mark} / 4.00{mark} | 3.00 / 5.00 | {share:.0%} |"
+        "| w | 1 | all | 1.25 / 3.25 (2.25-4.25), k 2 / 4 a | 1.00 / 1.00 (0.00-2.00) | "
+        f"1.50{mark} / 3.50{mark} (2.50-4.50) a | 1.75{mark} / 3.75{mark} (2.75-4.75) | "
+        f"2.00{mark} / 4.00{mark} (3.00-5.00) | 3.00 / 5.00 (4.00-6.00) | {share:.0%} |"
     )
     assert row.replace("%", " %") in text
     assert ("only bounds rounds" in text) == bool(mark)

@@ -2,8 +2,10 @@
 what the decoders did."""
 
 import json
+import shutil
 import types
 
+import numpy as np
 import pytest
 import torch
 from conftest import TARGET, refused, save_toy_target, seeded, toy_model
@@ -232,14 +234,55 @@ def test_figures_of_seeds_are_means_and_their_interval_is_over_problems():
 def test_tau_is_tokens_per_round_next_to_eagles(monkeypatch, shipped):
     """Five drafts in every round; the ratio compares the same prompts."""
     monkeypatch.setattr(drafters, "NEW", 12)
-    rows = drafters.tau(methods.settings(quick=True, data=None), *shipped)["rows"]
+    found = drafters.tau(methods.settings(quick=True, data=None), *shipped)
+    rows = found["rows"]
     assert {r["method"] for r in rows} == set(methods.TRAINED)
     for r in rows:
         assert 1 <= r["tau_range"][0] <= r["tau"] <= r["tau_range"][1] <= drafters.DRAFTS + 1
         assert r["method"] != "eagle" or r["ratio"] == 1
-    counts = {"eagle": [[10, 10], [30, 10]], "prism": [[20, 10], [60, 10]]}
-    row = drafters.row_of("all", 0, "prism", counts)
-    assert (row["tau"], row["ratio"], row["ratio_range"]) == (4, 2, [2, 2])
+    assert "| next to eagle (95 %) |" in found["table"] and whole(found["table"])
+    assert found["short"].count("\n") == 1 + 2 * 3
+    own, base = np.array([[20, 10], [60, 10]]), np.array([[10, 10], [30, 10]])
+    figures = drafters.figures(own, base)
+    assert (figures["tau"], figures["ratio"], figures["ratio_range"]) == (4, 2, [2, 2])
+
+
+def test_drafters_of_both_kinds_are_compared_on_the_same_prompts(toy, tmp_path, monkeypatch):
+    """The same drafter twice, and one of another kind; other folders are not drafters."""
+    monkeypatch.setattr(drafters, "NEW", 12)
+    args, target, tokenizer = toy
+    for name, folder in (("a", "prism"), ("b", "prism"), ("c", "specdiff"), ("d", "target")):
+        shutil.copytree(tmp_path / folder, tmp_path / "arms" / name)
+    args.drafter = str(tmp_path / "arms")
+    monkeypatch.setattr(methods, "folder_of", lambda name, settings: settings.drafter)
+    found = drafters.arms(args, target, tokenizer)
+    rows = {(r["temperature"], r["method"]): r for r in found["rows"] if r["workload"] == "all"}
+    assert list(rows) == [(t, name) for t in (0, 0.7) for name in "abc"]
+    for t in (0, 0.7):
+        assert rows[t, "a"] == {**rows[t, "b"], "method": "a"} and rows[t, "b"]["ratio_range"] == [1, 1]
+    args.drafter = str(tmp_path)
+    monkeypatch.setattr(drafters.methods, "TRAINED", {})
+    with refused("arms needs --drafter DIR"):
+        drafters.arms(args, target, tokenizer)
+
+
+def test_more_chains_are_drafted_and_one_is_selected(toy, monkeypatch):
+    monkeypatch.setattr(drafters, "NEW", 12)
+    seen = set()
+    choose = specdiff.SpecDiffDrafter.select
+    real = drafters.engine_of
+
+    def watched(*args, **changes):
+        engine = real(*args, **changes)
+        drafter = engine.scheduler.drafter
+        drafter.select = lambda *tree: seen.add(drafter.width) or choose(*tree)
+        return engine
+
+    monkeypatch.setattr(drafters, "engine_of", watched)
+    found = drafters.chains(*toy)
+    assert seen == {1, 2, 4, 8}
+    assert [r["method"] for r in found["rows"][:4]] == [f"K = {k}" for k in (1, 2, 4, 8)]
+    assert whole(found["table"])
 
 
 def test_a_real_models_greedy_answers_end_before_they_loop(monkeypatch, shipped):

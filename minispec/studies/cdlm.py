@@ -13,10 +13,11 @@ import torch
 from minispec import cdlm
 from minispec.data import tasks
 from minispec.studies import results
-from minispec.studies.results import each_kept, engine_of, interval, time_interleaved
+from minispec.studies.results import each_kept, engine_of, time_interleaved
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of, verdict
 from minispec.tools.files import read_json
+from minispec.tools.intervals import interval
 from minispec.tools.markdown import table
 
 FIRST = 3000                    # seed of the first held-out problem used here

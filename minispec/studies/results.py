@@ -1,4 +1,4 @@
-"""Shared parts of all studies: prompts, engines that are timed in turn, intervals, and files in results/.
+"""Shared parts of all studies: prompts, engines that are timed in turn, and files in results/.
 
 A study is a function (settings, target, tokenizer) -> a dict that JSON can hold. It has the study's figures
 and, under "table", the Markdown table of them for the pages; some studies have a second table, such as
@@ -15,7 +15,6 @@ import sys
 import time
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -181,16 +180,6 @@ def identical(a, b):
     return sum(x.token_ids == y.token_ids for x, y in zip(a.generations, b.generations))
 
 
-def interval(figure, *samples, draws=2000):
-    """[low, high]: 95 % bootstrap interval of figure(*samples), over prompts. samples: arrays (n, ..) of the
-    same n prompts, which are resampled together, so that a difference or ratio of two methods is paired.
-    figure must accept arrays with further dimensions in front, (.., n, ..)."""
-    n = len(samples[0])
-    drawn = np.random.default_rng(0).integers(n, size=(draws, n))
-    values = figure(*(np.asarray(x)[drawn] for x in samples))
-    return [float(x) for x in np.percentile(values, (2.5, 97.5))]
-
-
 # -- files -----------------------------------------------------------------------------------------
 
 def path(file):
@@ -221,11 +210,12 @@ def write(name, result, seconds, device="cpu", dtype=""):
     part = path(name + ".part")
     if os.path.exists(part):
         seconds = read_json(part)["seconds"]     # of all runs, if the study was interrupted
+    measured = {"device": device_name(device), "dtype": dtype, "torch": torch.__version__}
+    # The inputs of `bounds` may have been measured elsewhere.
+    measured |= {key: x for key, x in result.get("about", {}).items() if key in measured}
     write_json(path(name + ".json"), {
         "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
-        "device": device_name(device),
-        "dtype": dtype,
-        "torch": torch.__version__,
+        **measured,
         "date": time.strftime("%Y-%m-%d"),
         "seconds": round(seconds, 1),
         "result": result,

@@ -12,9 +12,10 @@ import torch
 
 from minispec.core.verify import Sampling
 from minispec.studies import results
-from minispec.studies.results import SAME, engine_of, interval, suitable
+from minispec.studies.results import SAME, engine_of, suitable
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of, tie_gap
+from minispec.tools.intervals import interval
 from minispec.tools.markdown import table, texts
 
 # -- losslessness ----------------------------------------------------------------------------------

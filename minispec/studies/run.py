@@ -22,10 +22,11 @@ from minispec.core.verify import Sampling
 from minispec.costs import CostTable, read_costs
 from minispec.data import loops, tasks
 from minispec.studies import measure, results
-from minispec.studies.results import SAME, engine_of, identical, interval, suitable, time_interleaved
+from minispec.studies.results import SAME, engine_of, identical, suitable, time_interleaved
 from minispec.tools import methods
 from minispec.tools.answers import requests_of
 from minispec.tools.files import naming, read_json, write_json
+from minispec.tools.intervals import interval
 from minispec.tools.markdown import table, texts
 
 PHASES = ("prefill", "draft", "verify", "sample", "overhead")
@@ -80,9 +81,10 @@ def profile(args, model, tokenizer):
     some = traces_of(drafters, model, args, tokenizer, how, 1, first=how.traced)
     # Prompt lookup estimates its own acceptance, by the length of the match.
     costs["accept"] = {name: measure.acceptance(some, name) for name in drafters if name != "ngram"}
-    # By batch size, the number of drafts per round with the least time on these traces.
+    # By batch size, the number of drafts per round with the least time on these traces. Prices of batches
+    # between those of the grid are interpolated.
     best_k = {}
-    for rows in costs["verify"]["rows"]:
+    for rows in range(1, costs["verify"]["rows"][-1] + 1):
         fixed = ladder_of.ladder(some, CostTable(costs), rows)["total time"]["L2"]
         best_k[str(rows)] = {name: best["k"] for name, best in fixed.items()}
     costs["about"] = {
@@ -180,8 +182,8 @@ def run(args, model, tokenizer):
     minute, and ratios do not. The answers of diffusion models differ from the target's, so these models are
     compared by tokens/s. `dlm` takes a whole forward per token, so it gets one request of each workload.
 
-    The number of drafts per round is the best one by the cost table, at its nearest batch size, unless --k
-    gives it. Trained drafters end a chain when they are unsure.
+    The number of drafts per round is the best one for the batch by the cost table, unless --k gives it.
+    Trained drafters end a chain when they are unsure.
     """
     how = size(args, tokenizer)
     names = suitable(args, model)
