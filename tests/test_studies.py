@@ -262,7 +262,7 @@ def test_drafters_of_both_kinds_are_compared_on_the_same_prompts(toy, tmp_path, 
         assert rows[t, "a"] == {**rows[t, "b"], "method": "a"} and rows[t, "b"]["ratio_range"] == [1, 1]
     args.drafter = str(tmp_path)
     monkeypatch.setattr(drafters.methods, "TRAINED", {})
-    with refused("arms needs --drafter DIR"):
+    with refused("arms needs trained drafters"):
         drafters.arms(args, target, tokenizer)
 
 

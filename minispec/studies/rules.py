@@ -12,7 +12,7 @@ import torch
 
 from minispec.core.verify import Sampling
 from minispec.studies import results
-from minispec.studies.results import SAME, engine_of, suitable
+from minispec.studies.results import SAME, counts_of, engine_of, per_round, suitable
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of, tie_gap
 from minispec.tools.intervals import interval
@@ -126,23 +126,14 @@ def rules(args, model, tokenizer):
     cells = [cell for cell in product(DRAFTS, TEMPERATURES, RULES) if cell[0].split()[0] in fitting]
 
     def measured(name, temperature, rule):
-        engine = engine_of(name, model, args, BATCH)
-        if "specgen" not in name:
-            engine.scheduler.drafter.min_confidence = 0.0
-        sampling = Sampling(temperature, rule=rule)
-        answers = engine.generate(requests_of(problems, tokenizer, model, NEW, sampling))
-        # By prompt: accepted drafts, committed tokens, rounds. An answer of one token has no round.
-        counts = [[sum(s.accepted for s in g.rounds), sum(s.committed for s in g.rounds), len(g.rounds)]
-                  for g in answers]
+        requests = requests_of(problems, tokenizer, model, NEW, Sampling(temperature, rule=rule))
+        counts = counts_of(engine_of(name, model, args, BATCH), requests)
         found = {"method": name, "drafts": DRAFTS[name], "temperature": temperature, "rule": rule,
                  "prompts": len(problems), "counts": counts}
         for i, figure in enumerate(("accepted", "tau")):
-            def mean(some):
-                total = some.sum(-2)
-                return total[..., i] / total[..., 2]
-
-            found[figure] = float(mean(np.array(counts)))
-            found[figure + "_interval"] = interval(mean, counts)
+            own = np.array(counts)[:, [i, 2]]
+            found[figure] = float(per_round(own))
+            found[figure + "_interval"] = interval(per_round, own)
         return found
 
     rows = results.each_kept("rules", args, model, cells, measured)
