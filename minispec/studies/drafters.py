@@ -13,7 +13,7 @@ from minispec.core.verify import Sampling
 from minispec.studies.results import counts_of, each_kept, engine_of, per_round, problems_of
 from minispec.tools import drafter_files, methods
 from minispec.tools.answers import requests_of
-from minispec.tools.intervals import interval
+from minispec.tools.intervals import with_range
 from minispec.tools.markdown import table
 
 DRAFTS = 5
@@ -77,11 +77,7 @@ def figures(own, base):
     def ratio(own, base):
         return per_round(own) / per_round(base)
 
-    return {
-        "prompts": len(own),
-        "tau": float(per_round(own)), "tau_range": interval(per_round, own),
-        "ratio": float(ratio(own, base)), "ratio_range": interval(ratio, own, base),
-    }
+    return {"prompts": len(own), **with_range("tau", per_round, own), **with_range("ratio", ratio, own, base)}
 
 
 TAU = {

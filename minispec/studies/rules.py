@@ -15,7 +15,7 @@ from minispec.studies import results
 from minispec.studies.results import SAME, counts_of, engine_of, per_round, suitable
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of, tie_gap
-from minispec.tools.intervals import interval
+from minispec.tools.intervals import with_range
 from minispec.tools.markdown import table, texts
 
 # -- losslessness ----------------------------------------------------------------------------------
@@ -131,9 +131,7 @@ def rules(args, model, tokenizer):
         found = {"method": name, "drafts": DRAFTS[name], "temperature": temperature, "rule": rule,
                  "prompts": len(problems), "counts": counts}
         for i, figure in enumerate(("accepted", "tau")):
-            own = np.array(counts)[:, [i, 2]]
-            found[figure] = float(per_round(own))
-            found[figure + "_interval"] = interval(per_round, own)
+            found |= with_range(figure, per_round, np.array(counts)[:, [i, 2]])
         return found
 
     rows = results.each_kept("rules", args, model, cells, measured)
@@ -147,6 +145,6 @@ def rules_table(rows):
         about = {"drafter": x["method"], "drafts": x["drafts"], "T": f"{x['temperature']:g}"}
         line = lines.setdefault(tuple(about.values()), about)
         for figure in ("accepted", "tau"):
-            low, high = x[figure + "_interval"]
+            low, high = x[figure + "_range"]
             line[f"{figure}, {x['rule']}"] = f"{x[figure]:.2f} ({low:.2f}-{high:.2f})"
     return list(lines.values())
