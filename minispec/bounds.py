@@ -170,8 +170,8 @@ def ladder(traces, cost, batch=1, k_max=None):
     "seconds": plain decoding's modelled time for all requests, each as 1/batch of a batch of copies. Divided
         by a rung's speed-up by total time, it is the rung's time. For a bound with linear costs, no batch of
         different requests takes less.
-    "range": like an average, but a rung's value is [low, high], the 95 % interval of its speed-up by mean rate,
-        over requests.
+    "range": like an average, but a value is [low, high], the 95 % interval of the speed-up by mean rate, over
+        requests.
     "censored": {drafter, or "all": share of positions where all drafts that were asked for were accepted}.
         Above a few percent the bounds only hold for rounds of at most k_max drafts.
 

@@ -54,7 +54,7 @@ def test_rules_are_compared_on_the_same_prompts(toy, monkeypatch):
     for x in rows:
         assert x["prompts"] == 2
         assert 1 <= x["tau"] == pytest.approx(1 + x["accepted"], abs=0.3)
-        assert x["tau_interval"][0] <= x["tau"] <= x["tau_interval"][1]
+        assert x["tau_range"][0] <= x["tau"] <= x["tau_range"][1]
     # The texts of coupled drafts and of their argmax are the same, so the numbers of tokens are, too.
     tokens = {
         x["rule"]: sum(n for _, n, _ in x["counts"]) for x in rows if x["method"] == "prism --depth 5"
@@ -262,7 +262,7 @@ def test_drafters_of_both_kinds_are_compared_on_the_same_prompts(toy, tmp_path, 
         assert rows[t, "a"] == {**rows[t, "b"], "method": "a"} and rows[t, "b"]["ratio_range"] == [1, 1]
     args.drafter = str(tmp_path)
     monkeypatch.setattr(drafters.methods, "TRAINED", {})
-    with refused("arms needs --drafter DIR"):
+    with refused("arms needs trained drafters"):
         drafters.arms(args, target, tokenizer)
 
 

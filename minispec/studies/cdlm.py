@@ -17,7 +17,7 @@ from minispec.studies.results import each_kept, engine_of, time_interleaved
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of, verdict
 from minispec.tools.files import read_json
-from minispec.tools.intervals import interval
+from minispec.tools.intervals import with_range
 from minispec.tools.markdown import table
 
 FIRST = 3000                    # seed of the first held-out problem used here
@@ -111,7 +111,7 @@ def figures(runs):
     """Figures of the runs (seeds, 3, problems) of `solve`; the interval is over problems."""
     right, rounds, lengths = np.array(runs).swapaxes(0, 1)
     steps, tokens = rounds.mean().item(), lengths.mean().item()
-    return {"solved": right.mean().item(), "solved_range": interval(lambda x: x.mean(-1), right.mean(0)),
+    return {**with_range("solved", lambda x: x.mean(-1), right.mean(0)),
             "steps": steps, "tokens": tokens, "tau": tokens / steps}
 
 
@@ -209,7 +209,7 @@ def cdlm_ablations(args, model, tokenizer):
     first = {}                                           # (group, threshold): of the first student
     for row, right in measured:
         more = np.subtract(right, first.setdefault((row["group"], row["threshold"]), right))
-        row["more"], row["more_range"] = more.mean().item(), interval(lambda x: x.mean(-1), more)
+        row |= with_range("more", lambda x: x.mean(-1), more)
     rows = [row for row, _ in measured]
     # Of trainings with the same name, the lesson has the one of the first group.
     usual = {}

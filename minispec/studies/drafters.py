@@ -10,11 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from minispec.core.verify import Sampling
-from minispec.data import loops
-from minispec.studies.results import each_kept, engine_of, problems_of
+from minispec.studies.results import counts_of, each_kept, engine_of, per_round, problems_of
 from minispec.tools import drafter_files, methods
 from minispec.tools.answers import requests_of
-from minispec.tools.intervals import interval
+from minispec.tools.intervals import with_range
 from minispec.tools.markdown import table
 
 DRAFTS = 5
@@ -36,9 +35,6 @@ def arms(args, model, tokenizer):
         kind = drafter_files.kind_of(file.parent)
         if kind in methods.TRAINED:
             drafters[file.parent.name] = (kind, str(file.parent))
-    if not drafters:
-        raise ValueError("arms needs --drafter DIR, a folder of drafters that train_prism.py or "
-                         "train_specdiff.py wrote: DIR/NAME")
     return compare("arms", drafters, 2, args, model, tokenizer)
 
 
@@ -49,43 +45,39 @@ def chains(args, model, tokenizer):
 
 
 def compare(study, drafters, n, args, model, tokenizer, rule="coupled"):
-    """tau of {name: (method with options, folder)} on n problems of each workload. Every round drafts five
-    tokens a chain, sure or not. A greedy answer ends where it begins to repeat itself."""
+    """tau of {name: (method with options, folder)} on n problems of each workload, with five drafts a chain
+    in every round."""
+    if not drafters:
+        raise ValueError(f"{study} needs trained drafters; those of arms are in folders --drafter/NAME")
     problems = sum(problems_of(tokenizer, 1 if args.quick else n, args.data).values(), [])
     cells = list(product(TEMPERATURES, drafters))
 
     def measured(temperature, name):
-        """[[tokens, rounds]] of each problem's answer; the first token is no round's."""
         method, folder = drafters[name]
         engine = engine_of(method, model, args, 8, drafter=folder, depth=DRAFTS, gamma=DRAFTS)
-        engine.scheduler.drafter.min_confidence = 0.0
-        requests = requests_of(problems, tokenizer, model, NEW, Sampling(temperature, rule=rule))
-        return [[len(g.token_ids) - 1, len(g.rounds)] for g in loops.generate(engine, requests)]
+        sampling = Sampling(temperature, rule=rule)
+        return counts_of(engine, requests_of(problems, tokenizer, model, NEW, sampling))
 
     found = dict(zip(cells, each_kept(study, args, model, cells, measured, drafters=list(drafters))))
     rows = []
-    base = next(iter(drafters))
+    base, *_ = drafters
     workloads = *dict.fromkeys(p.family for p in problems), "all"
     for temperature, workload, name in product(TEMPERATURES, workloads, drafters):
         some = [i for i, p in enumerate(problems) if workload in (p.family, "all")]
         own, others = (np.array(found[temperature, one])[some] for one in (name, base))
-        rows.append({"workload": workload, "temperature": temperature, "method": name, **figures(own, others)})
+        about = {"workload": workload, "temperature": temperature, "method": name}
+        rows.append({**about, **figures(own, others)})
     columns = {**TAU, f"next to {base} (95 %)": "{ratio:.3f} ({ratio_range[0]:.3f}-{ratio_range[1]:.3f})"}
     return {"rows": rows, "table": table(rows, columns),
             "short": table([x for x in rows if x["workload"] == "all"], columns)}
 
 
 def figures(own, base):
-    """tau, and its ratio to the base's on the same prompts, with intervals, from [[tokens, rounds]]."""
-    def mean(x):
-        return x[..., 0].sum(-1) / np.maximum(x[..., 1].sum(-1), 1)
+    """tau, and its ratio to the base's on the same prompts, with intervals, from counts (see `counts_of`)."""
+    def ratio(own, base):
+        return per_round(own) / per_round(base)
 
-    return {
-        "prompts": len(own),
-        "tau": float(mean(own)), "tau_range": interval(mean, own),
-        "ratio": float(mean(own) / mean(base)),
-        "ratio_range": interval(lambda x, y: mean(x) / mean(y), own, base),
-    }
+    return {"prompts": len(own), **with_range("tau", per_round, own), **with_range("ratio", ratio, own, base)}
 
 
 TAU = {

@@ -15,12 +15,13 @@ import sys
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
 from minispec import ROOT
 from minispec.core.cpu import PACKED_TYPES
-from minispec.data import prompts, tasks
+from minispec.data import loops, prompts, tasks
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import summary
 from minispec.tools.files import naming, read_json, read_rows, write_json
@@ -178,6 +179,22 @@ def ratio(runs, plain):
 def identical(a, b):
     """Number of answers of two runs with the same tokens."""
     return sum(x.token_ids == y.token_ids for x, y in zip(a.generations, b.generations))
+
+
+def counts_of(engine, requests):
+    """[[accepted drafts, committed tokens, rounds]] of each request. No chain ends early. A greedy answer
+    ends where it begins to repeat itself; an answer of one token has no round."""
+    if hasattr(engine.scheduler, "drafter"):
+        engine.scheduler.drafter.min_confidence = 0.0
+    answers = loops.generate(engine, requests)
+    return [[sum(s.accepted for s in g.rounds), sum(s.committed for s in g.rounds), len(g.rounds)]
+            for g in answers]
+
+
+def per_round(counts):
+    """The last but one column of counts (.., n, columns) per round, over all n requests."""
+    total = counts.sum(-2)
+    return total[..., -2] / np.maximum(total[..., -1], 1)
 
 
 # -- files -----------------------------------------------------------------------------------------

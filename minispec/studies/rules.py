@@ -12,10 +12,10 @@ import torch
 
 from minispec.core.verify import Sampling
 from minispec.studies import results
-from minispec.studies.results import SAME, engine_of, suitable
+from minispec.studies.results import SAME, counts_of, engine_of, per_round, suitable
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of, tie_gap
-from minispec.tools.intervals import interval
+from minispec.tools.intervals import with_range
 from minispec.tools.markdown import table, texts
 
 # -- losslessness ----------------------------------------------------------------------------------
@@ -126,23 +126,12 @@ def rules(args, model, tokenizer):
     cells = [cell for cell in product(DRAFTS, TEMPERATURES, RULES) if cell[0].split()[0] in fitting]
 
     def measured(name, temperature, rule):
-        engine = engine_of(name, model, args, BATCH)
-        if "specgen" not in name:
-            engine.scheduler.drafter.min_confidence = 0.0
-        sampling = Sampling(temperature, rule=rule)
-        answers = engine.generate(requests_of(problems, tokenizer, model, NEW, sampling))
-        # By prompt: accepted drafts, committed tokens, rounds. An answer of one token has no round.
-        counts = [[sum(s.accepted for s in g.rounds), sum(s.committed for s in g.rounds), len(g.rounds)]
-                  for g in answers]
+        requests = requests_of(problems, tokenizer, model, NEW, Sampling(temperature, rule=rule))
+        counts = counts_of(engine_of(name, model, args, BATCH), requests)
         found = {"method": name, "drafts": DRAFTS[name], "temperature": temperature, "rule": rule,
                  "prompts": len(problems), "counts": counts}
         for i, figure in enumerate(("accepted", "tau")):
-            def mean(some):
-                total = some.sum(-2)
-                return total[..., i] / total[..., 2]
-
-            found[figure] = float(mean(np.array(counts)))
-            found[figure + "_interval"] = interval(mean, counts)
+            found |= with_range(figure, per_round, np.array(counts)[:, [i, 2]])
         return found
 
     rows = results.each_kept("rules", args, model, cells, measured)
@@ -156,6 +145,6 @@ def rules_table(rows):
         about = {"drafter": x["method"], "drafts": x["drafts"], "T": f"{x['temperature']:g}"}
         line = lines.setdefault(tuple(about.values()), about)
         for figure in ("accepted", "tau"):
-            low, high = x[figure + "_interval"]
+            low, high = x[figure + "_range"]
             line[f"{figure}, {x['rule']}"] = f"{x[figure]:.2f} ({low:.2f}-{high:.2f})"
     return list(lines.values())

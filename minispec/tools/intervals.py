@@ -10,3 +10,9 @@ def interval(figure, *samples, draws=2000):
     drawn = np.random.default_rng(0).integers(n, size=(draws, n))
     values = figure(*(np.asarray(x)[drawn] for x in samples))
     return [float(x) for x in np.percentile(values, (2.5, 97.5))]
+
+
+def with_range(name, figure, *samples):
+    """{NAME: figure(*samples), NAME_range: its interval}."""
+    samples = [np.asarray(x) for x in samples]
+    return {name: float(figure(*samples)), f"{name}_range": interval(figure, *samples)}
