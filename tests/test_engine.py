@@ -7,13 +7,14 @@ import functools
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from conftest import Arbitrary, chi_square, dense_logits, ids_of, prompts, refused, toy_model
 
 from minispec import specgen
-from minispec.core import verify
+from minispec.core import kv_cache, verify
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.requests import Request, Segment
@@ -168,7 +169,7 @@ def test_a_seed_is_a_text(name, sampling):
 )
 def test_a_seed_is_a_text_under_every_rule_that_walks(name, rule):
     """Rejection alone has other texts; the walk judges copies, and trees that were drafted without chance."""
-    got = texts(name, sampling=Sampling(1.0, rule=rule))
+    got = texts(name, 8, 8, sampling=Sampling(1.0, rule=rule))
     walks = rule != "rejection" or name in ("ngram", "prism tree")
     assert (got == plain(name, 8, 30, AT_1)) == walks
 
@@ -377,9 +378,11 @@ def sampled(name, sampling, rounds=ROUNDS, model=None):
     while played < rounds:
         # Room for all drafts of a round; only the first three tokens are of interest.
         requests = [Request(asked(model), 20, replace(sampling, seed=seed + i)) for i in range(250)]
-        for r, _ in make(name, 250, model, SMALL_OTHER).stream(requests):
-            if len(r.generation.token_ids) >= 3:
-                r.cancel()
+        # A text is one block: small ones, which the tests of seeds have, take four times as long.
+        with mock.patch.object(kv_cache, "BLOCK", 32):
+            for r, _ in make(name, 250, model, SMALL_OTHER).stream(requests):
+                if len(r.generation.token_ids) >= 3:
+                    r.cancel()
         for g in (r.generation for r in requests):
             a, b, c = g.token_ids[:3]
             counts[(a * v + b) * v + c] += 1
