@@ -136,23 +136,26 @@ SAMPLED = [Sampling(0.65), Sampling(1.0), Sampling(1.0, 0, 0.9), Sampling(0.65, 
 AT_1 = Sampling(1.0)
 
 
-SEEDED = [*itertools.product(SCHEDULERS, SAMPLED), *itertools.product(CASES, SAMPLED[2:])]
-
-
-@pytest.mark.parametrize("name, sampling", SEEDED, ids=str)
-def test_a_seed_is_a_text(name, sampling):
-    """Whatever the method, the batch and the neighbours: token by token that of plain decoding."""
-    want = plain(name, 17, 30, sampling)
-    for batch, n in ((1, 2), (8, 17)):
-        got, engine = run(name, some(name, n), batch, sampling=sampling)
-        assert ids_of(got) == want[:n]
+@pytest.mark.parametrize("name", [*SCHEDULERS, *CASES])
+def test_a_seed_is_a_text(name, monkeypatch):
+    """Whatever the method, the batch, the size of a block and the neighbours, which have other settings:
+    token by token that of plain decoding."""
+    settings = SAMPLED if name in SCHEDULERS else SAMPLED[2:]
+    for batch, n, block in ((1, 2, 4), (8 * len(settings), 17, 16)):
+        monkeypatch.setattr(kv_cache, "BLOCK", block)
+        engine = make(name, batch)
+        asked = [ask(some(name, n), sampling=sampling) for sampling in settings]
+        got = iter(engine.generate(sum(asked, [])))
+        for sampling in settings:
+            own = [*itertools.islice(got, n)]
+            assert ids_of(own) == plain(name, 17, 30, sampling)[:n]
+            steps = [s for g in own for s in g.rounds]
+            assert name in ("ar", "ngram") or sum(s.accepted for s in steps) > 0.1 * len(steps)
         assert engine.cache.used == 0
-    assert want != plain(name, 17, 30, replace(sampling, temperature=1.5))
-    steps = [s for g in got for s in g.rounds]
-    assert name in ("ar", "ngram") or sum(s.accepted for s in steps) > 0.1 * len(steps)
+    for sampling in settings:
+        assert plain(name, 17, 30, sampling) != plain(name, 17, 30, replace(sampling, temperature=1.5))
 
 
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     "name",
     [
@@ -167,11 +170,15 @@ def test_a_seed_is_a_text(name, sampling):
         "random markov",
     ],
 )
-def test_a_seed_is_a_text_under_every_rule_that_walks(name, rule):
-    """Rejection alone has other texts; the walk judges copies, and trees that were drafted without chance."""
-    got = texts(name, 8, 8, sampling=Sampling(1.0, rule=rule))
-    walks = rule != "rejection" or name in ("ngram", "prism tree")
-    assert (got == plain(name, 8, 30, AT_1)) == walks
+def test_a_seed_is_a_text_under_every_rule_that_walks(name, monkeypatch):
+    """Rejection alone has other texts; the walk judges copies, and trees that were drafted without chance.
+    Neighbours have other rules."""
+    monkeypatch.setattr(kv_cache, "BLOCK", 16)
+    asked = [ask(some(name), sampling=Sampling(1.0, rule=rule)) for rule in RULES]
+    got = ids_of(make(name, 20).generate(sum(asked, [])))
+    for i, rule in enumerate(RULES):
+        walks = rule != "rejection" or name in ("ngram", "prism tree")
+        assert (got[8 * i : 8 * i + 8] == plain(name, 8, 30, AT_1)) == walks
 
 
 @pytest.mark.parametrize("threads", [1, 2])
