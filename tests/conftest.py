@@ -35,8 +35,9 @@ DRAFT = f"{ROOT}/checkpoints/draft"
 
 def pytest_collection_modifyitems(items):
     """The long setups come first, where the two processes (beside.py) do not meet: else both might make
-    them."""
-    items.sort(key=lambda item: item.path.name not in ("test_graphs.py", "test_kernels.py"))
+    them. Trained drafters are those of test_engine.py, too."""
+    first = "test_graphs.py test_kernels.py test_prism.py test_specdiff.py"
+    items.sort(key=lambda item: item.path.name not in first)
 
 
 def toy_model(vocab=64, seed=0, gain=4.0, **changes):
