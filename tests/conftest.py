@@ -23,6 +23,7 @@ import torch  # noqa: E402
 
 from beside import pytest_sessionstart  # noqa: E402, F401  a hook
 from minispec.core import gpt  # noqa: E402
+from minispec.core.kv_cache import BLOCK  # noqa: E402
 from minispec.data import tasks  # noqa: E402
 from minispec.specgen import SELECTIONS, SpecGen  # noqa: E402
 from minispec.tools import checkpoints  # noqa: E402
@@ -34,8 +35,9 @@ DRAFT = f"{ROOT}/checkpoints/draft"
 
 def pytest_collection_modifyitems(items):
     """The long setups come first, where the two processes (beside.py) do not meet: else both might make
-    them."""
-    items.sort(key=lambda item: item.path.name not in ("test_graphs.py", "test_kernels.py"))
+    them. Trained drafters are those of test_engine.py, too."""
+    first = "test_graphs.py test_kernels.py test_prism.py test_specdiff.py"
+    items.sort(key=lambda item: item.path.name not in first)
 
 
 def toy_model(vocab=64, seed=0, gain=4.0, **changes):
@@ -81,6 +83,12 @@ def prompts(n=8, vocab=64, seed=0):
 def small_blocks(monkeypatch):
     """Short texts span several blocks of the cache."""
     monkeypatch.setattr("minispec.core.kv_cache.BLOCK", 4)
+
+
+@pytest.fixture
+def usual_blocks(small_blocks, monkeypatch):
+    """For scripts and shipped models: the blocks that users have, which take less time."""
+    monkeypatch.setattr("minispec.core.kv_cache.BLOCK", BLOCK)
 
 
 def only_keys(cache, start, n, **kw):

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from conftest import ids_of, near_toy, refused, toy_model
 from test_bounds import Round, linear, time_of
-from test_engine import REJECTION, SCHEDULERS, SAMPLED, plain, prompts, run, sampled
+import test_engine
+from test_engine import REJECTION, SCHEDULERS, prompts, sampled
 
 from minispec import bounds
 from minispec.adaptive import Adaptive, rate
@@ -85,11 +86,8 @@ def test_sampled_output_has_the_targets_distribution():
     assert 0.05 < accepted < 0.98
 
 
-@pytest.mark.parametrize("sampling", SAMPLED, ids=str)
-def test_a_seed_is_a_text(sampling):
-    for batch in (1, 8):
-        got, _ = run("adaptive", prompts(8), batch, sampling=sampling)
-        assert ids_of(got) == plain("adaptive", 8, 30, sampling)
+def test_a_seed_is_a_text(monkeypatch):
+    test_engine.test_a_seed_is_a_text("adaptive", monkeypatch)
 
 
 class CherryPicker(Adaptive):

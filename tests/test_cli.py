@@ -29,6 +29,9 @@ from minispec.data import mixture, prompts, tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import answers, gguf_file, methods, terminal, training
 
+pytestmark = pytest.mark.usefixtures("usual_blocks")
+
+
 def command(line, *more):
     """decode.py as a process of its own."""
     return [sys.executable, f"{ROOT}/decode.py", *words(line, *more)]
@@ -436,10 +439,13 @@ def test_every_script_uses_a_gpu_if_there_is_one(there, device, costs, monkeypat
 
 
 def test_defaults_are_found_from_any_working_directory(tmp_path):
-    """Models, drafters and cost tables next to the scripts, by short names there."""
+    """Models, drafters and cost tables next to the scripts, by short names there. A fork works there; both
+    import torch once."""
     code = '''if True:
-        import sys
-        sys.path.insert(0, sys.argv.pop(1))
+        import os, sys, torch
+        root = sys.argv.pop(1)
+        sys.path.insert(0, root)
+        os.wait() if os.fork() else os.chdir(root)
         import decode, train_cdlm, train_gpt, train_specdiff, minispec
         from minispec import bounds, cdlm
         from minispec.data import prompts
@@ -451,13 +457,9 @@ def test_defaults_are_found_from_any_working_directory(tmp_path):
         cost = bounds.parse_args(["--traces", "t"]).cost
         print(*trains, settings.model, *folders, methods.costs_of(settings), cost, prompts.STORY)'''
 
-    def shown(cwd):
-        p = python("-c", code, ROOT, "--out", "x", cwd=cwd)
-        assert p.returncode == 0, p.stderr
-        return p.stdout.split()
-
-    near = shown(ROOT)
-    far = shown(tmp_path)
+    p = python("-c", code, ROOT, "--out", "x", cwd=tmp_path)
+    assert p.returncode == 0, p.stderr
+    near, far = map(str.split, p.stdout.splitlines())
     assert len(far) == 12
     assert all(os.path.exists(path) and os.path.isabs(path) for path in far)
     assert [os.path.join(ROOT, path) for path in near] == far

@@ -7,13 +7,14 @@ import functools
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from conftest import Arbitrary, chi_square, dense_logits, ids_of, prompts, refused, toy_model
 
 from minispec import specgen
-from minispec.core import verify
+from minispec.core import kv_cache, verify
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.requests import Request, Segment
@@ -135,23 +136,26 @@ SAMPLED = [Sampling(0.65), Sampling(1.0), Sampling(1.0, 0, 0.9), Sampling(0.65, 
 AT_1 = Sampling(1.0)
 
 
-SEEDED = [*itertools.product(SCHEDULERS, SAMPLED), *itertools.product(CASES, SAMPLED[2:])]
-
-
-@pytest.mark.parametrize("name, sampling", SEEDED, ids=str)
-def test_a_seed_is_a_text(name, sampling):
-    """Whatever the method, the batch and the neighbours: token by token that of plain decoding."""
-    want = plain(name, 17, 30, sampling)
-    for batch, n in ((1, 2), (8, 17)):
-        got, engine = run(name, some(name, n), batch, sampling=sampling)
-        assert ids_of(got) == want[:n]
+@pytest.mark.parametrize("name", [*SCHEDULERS, *CASES])
+def test_a_seed_is_a_text(name, monkeypatch):
+    """Whatever the method, the batch, the size of a block and the neighbours, which have other settings:
+    token by token that of plain decoding."""
+    settings = SAMPLED if name in SCHEDULERS else SAMPLED[2:]
+    for batch, n, block in ((1, 2, 4), (8 * len(settings), 17, 16)):
+        monkeypatch.setattr(kv_cache, "BLOCK", block)
+        engine = make(name, batch)
+        asked = [ask(some(name, n), sampling=sampling) for sampling in settings]
+        got = iter(engine.generate(sum(asked, [])))
+        for sampling in settings:
+            own = [*itertools.islice(got, n)]
+            assert ids_of(own) == plain(name, 17, 30, sampling)[:n]
+            steps = [s for g in own for s in g.rounds]
+            assert name in ("ar", "ngram") or sum(s.accepted for s in steps) > 0.1 * len(steps)
         assert engine.cache.used == 0
-    assert want != plain(name, 17, 30, replace(sampling, temperature=1.5))
-    steps = [s for g in got for s in g.rounds]
-    assert name in ("ar", "ngram") or sum(s.accepted for s in steps) > 0.1 * len(steps)
+    for sampling in settings:
+        assert plain(name, 17, 30, sampling) != plain(name, 17, 30, replace(sampling, temperature=1.5))
 
 
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     "name",
     [
@@ -166,11 +170,15 @@ def test_a_seed_is_a_text(name, sampling):
         "random markov",
     ],
 )
-def test_a_seed_is_a_text_under_every_rule_that_walks(name, rule):
-    """Rejection alone has other texts; the walk judges copies, and trees that were drafted without chance."""
-    got = texts(name, sampling=Sampling(1.0, rule=rule))
-    walks = rule != "rejection" or name in ("ngram", "prism tree")
-    assert (got == plain(name, 8, 30, AT_1)) == walks
+def test_a_seed_is_a_text_under_every_rule_that_walks(name, monkeypatch):
+    """Rejection alone has other texts; the walk judges copies, and trees that were drafted without chance.
+    Neighbours have other rules."""
+    monkeypatch.setattr(kv_cache, "BLOCK", 16)
+    asked = [ask(some(name), sampling=Sampling(1.0, rule=rule)) for rule in RULES]
+    got = ids_of(make(name, 20).generate(sum(asked, [])))
+    for i, rule in enumerate(RULES):
+        walks = rule != "rejection" or name in ("ngram", "prism tree")
+        assert (got[8 * i : 8 * i + 8] == plain(name, 8, 30, AT_1)) == walks
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -377,9 +385,11 @@ def sampled(name, sampling, rounds=ROUNDS, model=None):
     while played < rounds:
         # Room for all drafts of a round; only the first three tokens are of interest.
         requests = [Request(asked(model), 20, replace(sampling, seed=seed + i)) for i in range(250)]
-        for r, _ in make(name, 250, model, SMALL_OTHER).stream(requests):
-            if len(r.generation.token_ids) >= 3:
-                r.cancel()
+        # A text is one block: small ones, which the tests of seeds have, take four times as long.
+        with mock.patch.object(kv_cache, "BLOCK", 32):
+            for r, _ in make(name, 250, model, SMALL_OTHER).stream(requests):
+                if len(r.generation.token_ids) >= 3:
+                    r.cancel()
         for g in (r.generation for r in requests):
             a, b, c = g.token_ids[:3]
             counts[(a * v + b) * v + c] += 1

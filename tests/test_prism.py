@@ -7,7 +7,8 @@ import random
 
 import pytest
 import torch
-from conftest import attend_alone, cached_kv, chi_square, dense_logits, fresh_kv, only_keys, seeded
+from conftest import attend_alone, cached_kv, dense_logits, fresh_kv, only_keys, seeded
+from test_specdiff import V, chi_square_of
 from test_trained import CASES, MAPS, TARGET, case, features_of, prompts, texts, toy_prism, trained
 
 from minispec import prism
@@ -15,7 +16,7 @@ from minispec.core.attention import tree_mask
 from minispec.core.engine import Engine
 from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request
-from minispec.core.verify import Sampling, draw, verify_tree, warp
+from minispec.core.verify import Sampling, draw, verify_tree
 from minispec.prism import PrismConfig, PrismTreeDrafter
 
 DRAFTERS = {m: toy_prism(step_map=MAPS[m]) for m in MAPS}
@@ -114,9 +115,6 @@ def test_the_loss_is_a_divergence(ids):
 
 # -- the walk of a tree: chi-square over all outputs of two tokens -------------------------------------------
 
-V = 6
-
-
 def the_walk(draft, parents, p, coins):
     """By choices that coins draw, one for each row."""
     return verify_tree(draft, parents, draw(p, coins).tolist())
@@ -141,19 +139,14 @@ def one_coin_for_all(draft, parents, p, coins):
     ],
 )
 def test_the_walk_is_lossless_and_the_controls_are_not(rule, sampling, lossless):
-    """A fixed tree of two levels on a Markov chain."""
-    g = seeded()
-    # Rows: after each token; the last: the first token.
-    p = warp(torch.randn(V + 1, V, generator=g) * 1.2, sampling)
-    draft = [5, 2, 0, 0, 3, 4, 1]
-    counts = torch.zeros(V * V, dtype=torch.long)
-    for _ in range(2000):
-        path, token = rule(draft, [0, 0, 0, 1, 1, 2, 2], p[[V, *draft]], torch.rand(8, generator=g))
-        out = [draft[i - 1] for i in path] + [token]
-        if len(out) < 2:  # the next round would draw it
-            out.append(draw(p[out[0]], torch.rand((), generator=g)).item())
-        counts[out[0] * V + out[1]] += 1
-    assert (chi_square(counts, (p[V][:, None] * p[:V]).flatten()) > 1e-6) == lossless
+    """A fixed tree of two levels on the Markov chain of test_specdiff.py."""
+    draft = [3, 2, 0, 0, 3, 2, 1]
+
+    def judge(chains, q, p, coins):
+        path, token = rule(draft, [0, 0, 0, 1, 1, 2, 2], p[[V, *draft]], coins[:8])
+        return [draft[i - 1] for i in path], token
+
+    assert (chi_square_of(judge, 4, sampling, 2000)[0] > 1e-6) == lossless
 
 
 @pytest.mark.parametrize(

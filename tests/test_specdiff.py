@@ -355,7 +355,7 @@ def test_coupled_chains_begin_with_the_best_tokens():
     taus = []
     for k in (1, 4):
         plan = scheduler(trained("specdiff"), k_drafts=k)
-        steps = steps_of(run(plan, prompts(17), sampling=Sampling(1.0))[0])
+        steps = steps_of(run(plan, prompts(17), 17, sampling=Sampling(1.0))[0])
         taus.append(sum(s.accepted for s in steps) / len(steps))
     assert taus[1] > 1.05 * taus[0]
 

@@ -170,19 +170,14 @@ def generate(new=120, chunk=512, **settings):
     return engine.generate([Request(PROMPT, new)])[0], engine.scheduler
 
 
-@pytest.mark.parametrize("k, sparsity", [(1, 0.02), (8, 0.05), (4, 1.0)])
+@pytest.mark.parametrize("k, sparsity", [(1, 0.02), (8, 0.02), (4, 1.0)])
 @pytest.mark.parametrize("select", Arbitrary.selections)
 def test_output_never_depends_on_the_selection(k, sparsity, select):
     generation, scheduler = generate(k=k, sparsity=sparsity, min_budget=2, select=select)
     assert generation.token_ids == AR.token_ids
     assert len(scheduler.made) == len(generation.rounds) + 1  # by the prompt, then by each verification
-    if sparsity == 1.0:  # drafts see everything
-        assert all(s.accepted == s.proposed for s in generation.rounds)
-
-
-def test_a_tiny_budget_is_sometimes_wrong():
-    generation, _ = generate(k=8, sparsity=0.02, min_budget=2)
-    assert any(s.accepted < s.proposed for s in generation.rounds)
+    # At a sparsity of 1 drafts see everything.
+    assert all(s.accepted == s.proposed for s in generation.rounds) == (sparsity == 1.0)
 
 
 @pytest.mark.parametrize("chunk", [3, 64, 512])

@@ -19,6 +19,8 @@ from minispec.studies import cdlm as diffusion
 from minispec.studies import drafters, rules, run, specgen
 from minispec.tools import checkpoints, drafter_files, methods
 
+pytestmark = pytest.mark.usefixtures("usual_blocks")
+
 
 @pytest.fixture
 def toy(tmp_path, monkeypatch):
@@ -177,6 +179,7 @@ def test_diffusion_models_are_timed(toy, small, tmp_path, monkeypatch):
     known = {"decoder": "student", "threshold": 0.9, "order": "surest", "solved": 0.25}
     known = [known, {**known, "order": None, "solved": 0.5}, {"decoder": "ar", "solved": 0.75}]
     (tmp_path / "cdlm_accuracy.json").write_text(json.dumps({"result": {"rows": known}}))
+    monkeypatch.setattr(diffusion, "REPEATS", 2)
     found = diffusion.cdlm_speed(*toy)
     rows = found["rows"]
     assert [r["batch"] for r in rows] == 9 * [1] + 9 * [4]

@@ -36,6 +36,7 @@ KINDS = {  # script, paper, its loss, config, usual arguments, learning rate
                  "1e-2"),
 }
 both = pytest.mark.parametrize("kind", KINDS)
+pytestmark = pytest.mark.usefixtures("usual_blocks")
 
 
 def train(folder, out, *args, kind="prism"):

@@ -142,7 +142,7 @@ CASES = {
 
 def case(name):
     if name in RANDOM:
-        return scheduler(RANDOM[name])
+        return scheduler(RANDOM[name], k=6)
     if name in REJECTED:
         drafter, settings = REJECTED[name]
         return scheduler(drafter, TINY, **settings)

@@ -96,26 +96,27 @@ def simulate(sampling, drafter, share_coin=False, k=2):
     and the numbers of accepted drafts. A round that commits one token gets its second one from the target, as
     in the next round."""
     (p0, p1), (q0, q1) = tables(sampling)
-    g = seeded(1)
-    counts = torch.zeros(V * V, dtype=torch.long)
+    coins = torch.rand(2 * k + 2, ROUNDS, generator=seeded(1))
+    drafts = []
+    q = q0.expand(ROUNDS, V)
+    for coin in coins[:k]:
+        drafts.append(draw(q, coin) if drafter == "sampled" else q.argmax(-1))
+        q = q1[drafts[-1]]
+    drafts = torch.stack(drafts, 1)
+    p, q = (torch.cat([x0.expand(ROUNDS, 1, V), x1[drafts]], 1) for x0, x1 in tables(sampling))
+    judging = coins[k:-1].T
+    if share_coin:
+        judging = judging[:, :1].expand(ROUNDS, k + 1)
+    out = []
     lengths = []
-    for _ in range(ROUNDS):
-        rows = [q0]
-        draft = []
-        for coin in torch.rand(k, generator=g):
-            token = draw(rows[-1], coin) if drafter == "sampled" else rows[-1].argmax()
-            draft.append(token.item())
-            rows.append(q1[draft[-1]])
-        q = None if drafter == "point mass" else torch.stack(rows)
-        coins = torch.rand(k + 1, generator=g)
-        if share_coin:
-            coins = coins[:1].expand(k + 1)
-        path, token = rejection([([1, 2], q)], draft, torch.stack([p0, *p1[draft]]), coins)
-        out = [draft[row - 1] for row in path] + [token]
-        if len(out) < 2:
-            out.append(draw(p1[token], torch.rand((), generator=g)).item())
-        counts[out[0] * V + out[1]] += 1
+    for i, draft in enumerate(drafts.tolist()):
+        own = None if drafter == "point mass" else q[i]
+        path, token = rejection([([1, 2], own)], draft, p[i], judging[i])
         lengths.append(len(path))
+        out.append([*draft[: len(path)], token, -1][:2])
+    first, second = torch.tensor(out).T
+    second = torch.where(second < 0, draw(p1[first], coins[-1]), second)
+    counts = torch.bincount(first * V + second, minlength=V * V)
     return chi_square(counts, (p0[:, None] * p1).flatten()), torch.tensor(lengths)
 
 
