@@ -29,9 +29,6 @@ from minispec.data import mixture, prompts, tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import answers, gguf_file, methods, terminal, training
 
-pytestmark = pytest.mark.usefixtures("usual_blocks")
-
-
 def command(line, *more):
     """decode.py as a process of its own."""
     return [sys.executable, f"{ROOT}/decode.py", *words(line, *more)]

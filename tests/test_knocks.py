@@ -23,8 +23,6 @@ from minispec import prism, specdiff
 from minispec.tools import checkpoints, drafter_files, files, methods, script, training
 from minispec.core.requests import Request
 
-pytestmark = pytest.mark.usefixtures("usual_blocks")
-
 
 # -- disks -----------------------------------------------------------------------------------------------
 
