@@ -23,12 +23,11 @@ DRAFT_VOCAB = 4000          # the default; a target with fewer tokens has no nee
 
 
 class DraftHead:
-    """The embedding and the head of a target, as its drafter uses them. ids (N,): the draft vocabulary; None:
-    all V tokens. An index counts along the draft vocabulary, a token along the whole one. ValueError where
-    ids do not fit the target."""
+    """The rows of a target's head that its drafter uses: `head` maps states (..., C) to logits (..., N). ids
+    (N,): the draft vocabulary; None: all V tokens. An index counts along the draft vocabulary, a token along
+    the whole one. ValueError where ids do not fit the target."""
 
     def __init__(self, target, ids=None):
-        self.embed = target.embed
         self.head = target.head
         self.ids = ids
         self.vocab_size = target.config.vocab_size
@@ -42,10 +41,6 @@ class DraftHead:
         rows = target.head.weight.detach()[ids]
         self.head = Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
         self.head.weight = nn.Parameter(rows, requires_grad=False)
-
-    def logits(self, hidden):
-        """(..., C) -> (..., N)."""
-        return self.head(hidden)
 
     def tokens(self, indices):
         """The tokens of indices (...)."""
@@ -62,7 +57,7 @@ class DraftHead:
 
     def noise(self, streams, positions):
         """The noise (n, N) of these tokens; see noise.py."""
-        return noise(streams, positions, self.vocab_size, self.ids, self.embed.weight.device)
+        return noise(streams, positions, self.vocab_size, self.ids, self.head.weight.device)
 
     def whole(self, q):
         """A distribution over the whole vocabulary: (..., N) -> (..., V), 0 outside."""
@@ -92,10 +87,10 @@ def feature_layers_of(config):
 
 def fusion(config):
     """The projection of the states of several layers ((F + 1) * C) to one (C), which begins as the final one.
-    None where a drafter reads the final states alone."""
+    The final states alone stay as they are."""
     n = len(config.feature_layers)
     if not n:
-        return None
+        return nn.Identity()
     fuse = Linear((n + 1) * config.d_model, config.d_model, bias=False)
     with torch.no_grad():
         fuse.weight.zero_()
