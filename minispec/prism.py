@@ -230,7 +230,7 @@ class PrismDrafter(ChainDrafter):
         if not 1 <= depth <= MAX_K:
             raise ValueError(f"depth {depth} is out of range; allowed is 1 to {MAX_K} draft steps a round")
         super().__init__(prism.config, target, depth)
-        self.step = prism.to(target.dtype)
+        self.step = prism.to(target.dtype)               # see ChainDrafter
         self.feature_layers = prism.config.feature_layers
         self.draft_head = prism.draft_head
         self.depth = depth

@@ -15,8 +15,8 @@ from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.gpt import dense_attend
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling
-from minispec.core.draft_head import most_frequent
 from minispec.data import recorded, rollouts
+from minispec.data.recorded import most_frequent
 from minispec.prism import PrismConfig, PrismDrafter, PrismTreeDrafter
 from minispec.specdiff import SpecDiffConfig, SpecDiffDrafter
 from minispec.tools.checkpoints import fingerprint

@@ -19,8 +19,6 @@ from minispec.core import gpt
 from minispec.core.cpu import Linear
 from minispec.core.noise import noise
 
-DRAFT_VOCAB = 4000          # the default; a target with fewer tokens has no need of one
-
 
 class DraftHead:
     """The rows of a target's head that its drafter uses: `head` maps states (..., C) to logits (..., N). ids
@@ -66,24 +64,7 @@ class DraftHead:
         return q.new_zeros(*q.shape[:-1], self.vocab_size).index_copy_(-1, self.ids, q)
 
 
-def most_frequent(answers, n, vocab_size):
-    """The n tokens (n,) that occur most in answers (lists of ids); None, which means all, where n is 0 or no
-    fewer than there are."""
-    if not 0 < n < vocab_size:
-        return None
-    tokens = torch.tensor([token for answer in answers for token in answer], dtype=torch.long)
-    # Then the first tokens that never occur: byte-level BPE numbers its tokens from frequent to rare.
-    counts = torch.bincount(tokens, minlength=vocab_size)
-    return counts.argsort(descending=True, stable=True)[:n]
-
-
-# -- the target's hidden states ------------------------------------------------------------------------------
-
-def feature_layers_of(config):
-    """The numbers of a low and a middle layer. With the final states they are the input of EAGLE-3
-    (2503.01840)."""
-    return tuple(sorted({config.n_layer // 10, config.n_layer // 2}))
-
+# -- trained drafters ----------------------------------------------------------------------------------------
 
 def fusion(config):
     """The projection of the states of several layers ((F + 1) * C) to one (C), which begins as the final one.
@@ -97,8 +78,6 @@ def fusion(config):
         fuse.weight[:, -config.d_model:] = torch.eye(config.d_model)
     return fuse
 
-
-# -- trained drafters ----------------------------------------------------------------------------------------
 
 @dataclass
 class DrafterConfig(gpt.GPTConfig):
