@@ -19,8 +19,7 @@ tokens that a round with chains would commit.
 """
 import minispec  # noqa: F401  before torch: it tunes the allocator
 from minispec import prism
-from minispec.core.draft_head import feature_layers_of
-from minispec.data.recorded import DrafterRun, add_arguments, begin, parsed
+from minispec.data.recorded import DrafterRun, add_arguments, begin, feature_layers_of, parsed
 from minispec.tools import drafter_files
 from minispec.tools.script import Parser, run_main
 from minispec.tools.training import bf16, locked

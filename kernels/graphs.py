@@ -108,9 +108,11 @@ class Graphs:
     """Runs function(Inputs) -> [tensors of N rows each] on the kernels. The function must depend only on its
     inputs and on fixed tensors, and must be idempotent (a capture runs it more than once).
 
-    cache: a KVCache with a spare block, for pad rows. batch, longest: most requests, and most positions of
+    engine: its `warm_up` gets the seconds of compilation and capture. cache: a KVCache with a spare block,
+    for pad rows. batch, longest: most requests, and most positions of
     each. widest: most positions that a scheduler selects (0: none, and no scores). group = H / G. features: F
     of Inputs.features. per_request: zeros of the shapes of Inputs.per_request."""
+    engine: object
     function: object
     cache: object
     batch: int
@@ -253,7 +255,7 @@ class Graphs:
         return torch.add(inside, table[:, :, None], alpha=block).flatten(1)
 
     def __call__(self, segments, per_request=None, options=()):
-        """(results of the function for the rows of these segments, seconds of compilation and capture).
+        """The results of the function for the rows of these segments.
 
         segments: requests.Segment; keys that record scores get them. per_request (on the host), options: see
         Inputs."""
@@ -268,14 +270,13 @@ class Graphs:
 
         # Capture it, or compile the kernels of a batch too large for a graph.
         started = time.perf_counter()
-        spent = 0.0
         if rows in SIZES and (rows, options) not in self.graphs:
             self.graphs[rows, options] = capture(function, self.pool)
-            spent = time.perf_counter() - started
+            self.engine.warm_up += time.perf_counter() - started
         elif not (self.graphs or self.compiled):
             function()
             self.compiled = True
-            spent = time.perf_counter() - started
+            self.engine.warm_up += time.perf_counter() - started
         # Replay, or run it.
         graph, out = self.graphs.get((rows, options), (None, None))
         if graph:
@@ -285,14 +286,15 @@ class Graphs:
         for s, place in zip(segments, places):
             if s.keys.scores is not None:
                 s.keys.scores.copy_(self.scores[:, place, :, :s.keys.scores.shape[-1]])
-        return [y[:n].clone() for y in out], spent
+        return [y[:n].clone() for y in out]
 
 
 def target_graphs(engine, longest):
     """Graphs of an engine's target, for requests of up to `longest` positions."""
     model, cache, scheduler = engine.model, engine.cache, engine.scheduler
+    layers = scheduler.drafter.feature_layers
 
     def forward(x):
-        return [model(x.tokens, x.positions, x.attend, scheduler.feature_layers)]
+        return [model(x.tokens, x.positions, x.attend, layers)]
 
-    return Graphs(forward, cache, engine.batch_size, longest, scheduler.budget(longest), cache.group)
+    return Graphs(engine, forward, cache, engine.batch_size, longest, scheduler.budget(longest), cache.group)

@@ -22,10 +22,12 @@ class Rows(Inputs):
     later: Plan = None          # the plan of every step after the first
     ends_early = False          # a graph takes all steps
 
-    def next_rows(self, number, tokens, positions, sees=None):
+    def next_rows(self, number, tokens, sees=None):
         # Slots, lengths and masks, all on the device. Every step before wrote w rows.
         w = tokens.shape[1]
-        first = self.per_request["ends"][:, None] + (number - 2) * w
+        ends = self.per_request["ends"]
+        positions = (ends + number - 2).repeat_interleave(w)
+        first = ends[:, None] + (number - 2) * w
         new = first + torch.arange(w, device=first.device)
         requests = self.later.requests.clone()
         requests[:, 2] = new[:, -1] + 1
@@ -38,14 +40,14 @@ class Rows(Inputs):
 
 
 class Rounds(Graphs):
-    """Graphs of a drafter's rounds, for `batch` requests of up to `longest` tokens."""
+    """Graphs of a drafter's rounds, for the requests of an engine, of up to `longest` tokens."""
     steps = 0                   # of the longest round so far
     later = None
 
-    def __init__(self, drafter, batch, longest):
+    def __init__(self, engine, drafter, longest):
         c, target = drafter.config, drafter.target
         self.drafter = drafter
-        self.requests = batch
+        batch = engine.batch_size
         self.size = whole_blocks(longest + drafter.room)                       # slots of a request
         drafter.cache = KVCache(c, batch * self.size, target.dtype, target.device, spare=1)
         group = c.n_head // c.n_kv_head
@@ -59,8 +61,8 @@ class Rounds(Graphs):
             if w > 1:
                 trees = dict.fromkeys(range(batch), torch.ones(w, w))
             self.later = make_plan([(w, self.size, 0, 0)] * batch, group, trees=trees).to(target.device)
-        super().__init__(self.round, drafter.cache, batch * drafter.segments, self.size, 0, group, features,
-                         per_request)
+        super().__init__(engine, self.round, drafter.cache, batch * drafter.segments, self.size, 0, group,
+                         features, per_request)
 
     def round(self, x):
         return self.drafter.round(Rows(**vars(x), later=self.later))
@@ -78,7 +80,7 @@ class Rounds(Graphs):
             steps, settings = options
             self.steps = max(self.steps, steps)
             options = self.steps, settings
-            absent = self.requests - len(work)
+            absent = self.engine.batch_size - len(work)
             per_request = {name: torch.cat([x, x[:1].expand(absent)]) for name, x in per_request.items()}
         return super().__call__(work, per_request, options)
 
@@ -91,4 +93,4 @@ def accelerate(engine, longest):
     for some in [drafter, *drafter.drafters.values()]:
         tree = some.room if isinstance(some, ChainDrafter) and some.width > 1 else 0
         if isinstance(some, CachedDrafter) and can_run(some.target, tree):
-            some.graphs = Rounds(some, engine.batch_size, longest)
+            some.graphs = Rounds(engine, some, longest)

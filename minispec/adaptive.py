@@ -135,11 +135,6 @@ class Adaptive(Drafter):
             if drafter.uses_hidden_states:
                 drafter.observe(request, features)
 
-    @property
-    def seconds(self):
-        """Seconds that captures of CUDA graphs took, all drafters together."""
-        return sum(drafter.seconds for drafter in self.drafters.values())
-
     def proposer(self, request):
         return self.chosen[request]
 

@@ -45,7 +45,7 @@ from minispec.core import gpt
 from minispec.core.drafters import ChainDrafter
 from minispec.core.losses import Divergence, numbers_of
 from minispec.core.requests import MAX_K
-from minispec.core.verify import argmax
+from minispec.core.verify import argmax, warp
 from minispec.core.draft_head import DrafterConfig, TrainedDrafter, fusion
 
 
@@ -72,10 +72,6 @@ class PrismConfig(DrafterConfig):
     def n_modules(self):
         return max(self.step_map) + 1
 
-    def module_of(self, step):
-        """The module of draft step 1, 2, .."""
-        return self.step_map[min(step, len(self.step_map)) - 1]
-
 
 class Module(nn.Module):
     """The weights of one draft step: a projection of embedding and state to one vector, and blocks."""
@@ -97,12 +93,14 @@ class Prism(TrainedDrafter):
         self.apply(self._init)
         self.fuse = fusion(config)
 
-    def forward(self, step, e, a, positions, attend):
-        """Draft step 1, 2, ..: embeddings e and states a (..., C) at positions (...) -> states (..., C). In
+    def forward(self, step, tokens, a, positions, attend):
+        """Draft step 1, 2, ..: tokens (...) and states a (..., C) at positions (...) -> states (..., C). In
         step 1 the states are the target's features (..., (F + 1) * C)."""
-        if step == 1 and self.fuse is not None:
+        e = self.target.embed(tokens)
+        if step == 1:
             a = self.fuse(a)
-        module = self.bank[self.config.module_of(step)]
+        number = self.config.step_map[:step][-1]
+        module = self.bank[number]
         h = module.join(torch.cat([e, a], dim=-1))                             # (..., 2C) -> (..., C)
         return gpt.body(module, self.rope, h, positions, attend)
 
@@ -128,8 +126,7 @@ def for_target(target, step_map=(0, 1), n_layer=1, feature_layers=()):
 def copy_modules(prism, source):
     """Start a drafter from one with at most as many modules: the additional ones begin as copies of the last
     one."""
-    if prism.fuse is not None:
-        prism.fuse.load_state_dict(source.fuse.state_dict())
+    prism.fuse.load_state_dict(source.fuse.state_dict())
     for i, module in enumerate(prism.bank):
         module.load_state_dict(source.bank[min(i, len(source.bank) - 1)].state_dict())
 
@@ -179,9 +176,7 @@ def unroll(prism, ids, features, steps):
     states, a = [], features
     for step in range(1, steps + 1):
         # Row r reads the token drafted last, t_{r+k}, and the state that drafted it, one position further on.
-        e = prism.draft_head.embed(ids.roll(-step, 1))
-        at = (positions + step - 1).clamp(max=prism.config.block_size - 1)
-        a = prism(step, e, a, at, attend)
+        a = prism(step, ids.roll(-step, 1), a, positions + step - 1, attend)
         states.append(a)
     return states
 
@@ -205,13 +200,13 @@ def unrolled_loss(prism, batch, steps):
 
     # 2. Both are distributions over the draft vocabulary, the target's renormalised: no drafter with this
     # vocabulary can come closer to the target.
-    divergence = Divergence(draft_head.logits(batch.hidden.flatten(0, 1)[target_rows])[:n])  # of (n, N)
+    divergence = Divergence(draft_head.head(batch.hidden.flatten(0, 1)[target_rows])[:n])  # of (n, N)
     best = batch.best.flatten()[target_rows[:n]]
     loss, chains = 0.0, []
     right = counted = torch.ones_like(to_learn).flatten()    # are all guesses right, and all to be learned?
     for k, a in enumerate(states, 1):
         own = (target_rows - k).clamp(min=0)             # the rows r
-        logits = draft_head.logits(a.flatten(0, 1)[own])[:n]
+        logits = draft_head.head(a.flatten(0, 1)[own])[:n]
         own = own[:n]
         loss = loss + divergence(logits).sum() / max(n, 1)
         # 3. How far the guesses of each row are the target's argmax.
@@ -235,7 +230,7 @@ class PrismDrafter(ChainDrafter):
         if not 1 <= depth <= MAX_K:
             raise ValueError(f"depth {depth} is out of range; allowed is 1 to {MAX_K} draft steps a round")
         super().__init__(prism.config, target, depth)
-        self.prism = prism.to(target.dtype)
+        self.step = prism.to(target.dtype)               # see ChainDrafter
         self.feature_layers = prism.config.feature_layers
         self.draft_head = prism.draft_head
         self.depth = depth
@@ -248,15 +243,7 @@ class PrismDrafter(ChainDrafter):
             return None
         state = self.draft_states[request]
         # Module 0 writes over the rows of the last round's drafts.
-        tokens = request.tokens[state.cached + 1:request.n_cached + 1]
-        rows = state.rows(tokens, state.take_features())
-        state.cached = request.n_cached
-        return rows
-
-    def step(self, number, x, states):
-        """Draft step 1, 2, ..; see ChainDrafter. In step 1 the states are the target's features."""
-        e = self.draft_head.embed(x.tokens)
-        return self.prism(number, e, states, x.positions, x.attend)
+        return state.rows(request.tokens[state.cached + 1:request.n_cached + 1])
 
 
 # -- drafting: trees -----------------------------------------------------------------------------------------
@@ -300,13 +287,14 @@ class PrismTreeDrafter(PrismDrafter):
         return prune(tokens, parents, scores, max(min(limit, worth), 1), q)
 
     def round(self, x):
-        """All steps: the token, parent and score (B, 3, n) of all n nodes of the trees, see `prune`, and q (B,
-        1, N) of the first step."""
+        """All steps: the token, parent and score (B, 3, n) of all n nodes of the trees, see `prune`, and q
+        (B, 1, N) of the first step."""
         steps, _ = x.options
         width = self.width
         itself = torch.eye(width, dtype=torch.bool, device=x.tokens.device)
         # Step 1: the children of the last committed token.
-        states = self.step(1, x, x.features)[x.per_request["last"]][:, None]          # (B, open nodes, C)
+        states = self.step(1, x.tokens, x.features, x.positions, x.attend)
+        states = states[x.per_request["last"]][:, None]                        # (B, open nodes, C)
         sees = states.new_empty(len(states), 1, 0, dtype=torch.bool)           # (B, open nodes, rows so far)
         so_far = states.new_zeros(states.shape[:2], dtype=torch.double)
         tokens, scores, q = self._children(1, x, states, so_far)               # (B, new nodes)
@@ -323,9 +311,9 @@ class PrismTreeDrafter(PrismDrafter):
             parent = (best // width)[..., None]                                # among those open before
             path = sees.gather(1, parent.expand(-1, -1, sees.shape[2]))
             sees = torch.cat([path, itself.expand(len(path), -1, -1)], 2)
-            x = self.next_rows(x, number, tokens.gather(1, best), sees)
-            states = states.gather(1, parent.expand(-1, -1, states.shape[2]))
-            states = self.step(number, x, states.flatten(0, 1)).unflatten(0, (-1, width))
+            x = x.next_rows(number, tokens.gather(1, best), sees)
+            states = states.gather(1, parent.expand(-1, -1, states.shape[2])).flatten(0, 1)
+            states = self.step(number, x.tokens, states, x.positions, x.attend).unflatten(0, (-1, width))
             # Their children are the next new ones.
             parents = (best + n_nodes)[..., None].expand(-1, -1, width).flatten(1)
             n_nodes += tokens.shape[1]
@@ -338,7 +326,14 @@ class PrismTreeDrafter(PrismDrafter):
         """The `width` best children of each open node: tokens and scores (B, open nodes * width), and the
         distributions q (B, open nodes, N). states (B, open nodes, C); so_far (B, open nodes): the nodes'
         scores."""
-        q, scores = self.guess(number, x, states)
+        _, settings = x.options
+        logits = self.draft_head.head(states).float()
+        q = scores = logits.softmax(-1)
+        # A tree has no noise but the target's.
+        if settings.temperature > 0 and settings.rule == "coupled":
+            q = warp(logits, settings)
+            noise = self.draft_head.noise(x.per_request["streams"], x.per_request["at"] + number - 1)
+            scores = q / noise[:, None]
         top = (scores / scores.sum(-1, keepdim=True)).topk(self.width)
         scores = so_far[..., None] + top.values.log().clamp(max=0)
         return self.draft_head.tokens(top.indices).flatten(1), scores.flatten(1), q

@@ -113,9 +113,7 @@ class SpecDiff(TrainedDrafter):
         x = torch.where((tokens == MASK)[..., None], self.mask, x)
         if self.join is None:
             return x
-        if self.fuse is not None:
-            features = self.fuse(features)
-        return self.join(torch.cat([x, features], -1))
+        return self.join(torch.cat([x, self.fuse(features)], -1))
 
 
 def markov_head(c):
@@ -199,7 +197,7 @@ def window_states(drafter, ids, starts, features=None, shown=None):
 
     # 1. One sequence: the text, then the rows of all windows, at the positions that they have in the text.
     tokens = torch.cat([ids, slots.flatten(1)], 1)
-    positions = torch.cat([at.expand(len(ids), -1), places.flatten(1)], 1).clamp(max=c.block_size - 1)
+    positions = torch.cat([at.expand(len(ids), -1), places.flatten(1)], 1)
     if c.reads:
         features = F.pad(features, (0, 0, 1, 0))[:, :-1]        # of the token before
         newest = (starts - 1).repeat_interleave(rows, 1)
@@ -217,7 +215,7 @@ def markov_terms(drafter, tokens):
     C), 0 in the first slot, whose row has read the token before."""
     if drafter.markov is None:
         return 0.0
-    return F.pad(drafter.markov(drafter.draft_head.embed(tokens[..., :-1])), (0, 0, 1, 0))
+    return F.pad(drafter.markov(drafter.target.embed(tokens[..., :-1])), (0, 0, 1, 0))
 
 
 def draw_windows(learn, n, generator):
@@ -316,7 +314,7 @@ def training_loss(drafter, name, batch, n_windows, generator):
     windows = windows + markov_terms(drafter, tokens)
     if name == "kl":
         return distillation(drafter, batch, starts, windows, text, valid)
-    return objective(name, drafter.draft_head.logits(windows), labels, valid, log_p, weight)
+    return objective(name, drafter.draft_head.head(windows), labels, valid, log_p, weight)
 
 
 def distillation(drafter, batch, starts, windows, text, valid):
@@ -324,7 +322,7 @@ def distillation(drafter, batch, starts, windows, text, valid):
     drafter's, slot by slot. On sampled answers it has the same optimum as cross-entropy, and learns it from
     fewer answers. windows and text: from window_states."""
     gamma = drafter.config.gamma
-    logits = drafter.draft_head.logits
+    logits = drafter.draft_head.head
     # The first slot: the text's rows predict it, so every row of an answer can learn.
     to_learn = F.pad(batch.learn[:, 1:], (0, 1))                                          # (B, S)
     first = Divergence(logits(batch.hidden[to_learn]))(logits(text[to_learn])).mean()
@@ -343,7 +341,7 @@ def estimate(drafter, batch, n_windows):
     starts = draw_windows(batch.learn, n_windows, torch.Generator().manual_seed(0))
     tokens, labels, log_p, valid = _answers(drafter, batch, starts)
     windows, _ = window_states(drafter, batch.ids, starts, batch.features(drafter.config))
-    logits = drafter.draft_head.logits(windows + markov_terms(drafter, tokens))
+    logits = drafter.draft_head.head(windows + markov_terms(drafter, tokens))
     log_q = log_probability(logits, labels)
     right = (logits.argmax(-1) == labels) & valid
     per_window = {
@@ -435,19 +433,16 @@ class SpecDiffDrafter(CachedDrafter):
         state = self.state_of(request)
         # The row of the last token guesses the first slot.
         masks = [MASK] * (slots - 1)
-        of_new, of_masks = None, None
-        if self.uses_hidden_states:
-            # Each new token reads the state of the token before it, the first one none; each mask the newest
-            # state there is.
-            if state.cached == 0:
-                state.features.insert(0, state.cache.k.new_zeros(1, self.n_features))
-            of_new = state.take_features()
-            of_masks = of_new[-1:].expand(len(masks), -1)
-        fed = [state.rows(request.tokens[state.cached:], of_new)]
-        state.cached = len(request.tokens)               # the next round overwrites the masks' keys
+        # Each new token reads the state of the token before it, the first one none.
+        if self.uses_hidden_states and state.cached == 0:
+            state.features.insert(0, state.cache.k.new_zeros(1, self.n_features))
+        fed = [state.rows(request.tokens[state.cached:])]
         if masks:
+            # Each mask reads the newest state there is.
+            if self.uses_hidden_states:
+                state.features = [fed[0].features[-1:].expand(len(masks), -1)]
             sees_all = torch.ones(len(masks), len(masks), dtype=torch.bool)
-            fed.append(state.rows(masks, of_masks, tail=sees_all))
+            fed.append(state.rows(masks, tail=sees_all))
         return fed
 
     def _chains(self, request, states, limit):
@@ -488,7 +483,7 @@ class SpecDiffDrafter(CachedDrafter):
         """k chains from the states (n, C) of n slots: indices (n, k), and the distributions (n, k, N) that
         they were drawn from; at temperature 0 the argmax, and the softmax."""
         noise = self._noise(request, len(states), k, sampling)
-        logits = self.draft_head.logits(states)                                           # (n, N)
+        logits = self.draft_head.head(states)                                             # (n, N)
         if self.drafter.markov is None:
             q = warp(logits, sampling)[:, None].expand(-1, k, -1)                # (n, k, N)
             scores = q / noise
@@ -503,12 +498,15 @@ class SpecDiffDrafter(CachedDrafter):
         indices, qs, more = [], [], 0.0
         for slot in range(len(states)):
             q = warp((top[slot] + more).expand(k, -1), sampling)
-            index = _best(q, noise[slot][:, among[slot]], slot, sampling)
+            scores = q / noise[slot][:, among[slot]]
+            index = scores.argmax(-1)
+            if k > 1 and slot == 0 and sampling.rule == "coupled":
+                index = scores[0].topk(k).indices
             indices.append(among[slot][index])                                            # (k,)
             qs.append(logits.new_zeros(k, self.draft_head.size, dtype=q.dtype).index_copy_(1, among[slot], q))
             if slot + 1 < len(states):
                 before = self.draft_head.tokens(indices[-1])
-                term = self.drafter.markov(self.draft_head.embed(before))                 # (k, C)
+                term = self.drafter.markov(self.drafter.target.embed(before))             # (k, C)
                 more = term @ of_head[slot + 1].mT                                        # (k, c)
         return torch.stack(indices), torch.stack(qs)
 
@@ -518,11 +516,3 @@ class SpecDiffDrafter(CachedDrafter):
         reach = q.gather(-1, index[:, None])[:, 0].cumprod(0)
         n = 1 + int((reach[:-1] >= self.min_confidence).sum())
         return self.draft_head.tokens(index[:n]).tolist()
-
-
-def _best(q, noise, slot, sampling):
-    """The drafts (k,) of k chains for a slot, drawn from q (k, N)."""
-    scores = q / noise
-    if slot == 0 and sampling.rule == "coupled":
-        return scores[0].topk(len(q)).indices
-    return scores.argmax(-1)

@@ -74,10 +74,6 @@ class SpecGenState:
     logits: list = field(default_factory=list)
     keys: object = None
 
-    @property
-    def is_drafted(self):
-        return len(self.drafts) == self.k
-
 
 class SpecGen(Scheduler):
     """The scheduler of self-speculation.
@@ -88,7 +84,6 @@ class SpecGen(Scheduler):
     round then takes one more iteration, which pays only where the host takes more than 1 / (k + 2) of an
     iteration: on a GPU. ValueError for settings out of range.
     """
-    name = "specgen"
 
     def __init__(self, engine, k=8, sparsity=0.05, min_budget=64, select="ahead", schedule="unified",
                  delayed=False):
@@ -122,20 +117,37 @@ class SpecGen(Scheduler):
 
     def schedule(self, ready):
         """Segments for the requests that draft, then for those that verify."""
-        if self.pool is None or self.pool.cache is not self.engine.cache:
-            self.pool = DraftPool(self.engine.cache, self.k)
+        cache = self.engine.cache
+        self.pool = self.pool or DraftPool(cache, self.k)
         for r in ready:
             # A prompt of one token leaves nothing to select by.
             r.state = r.state or SpecGenState()
+        drafting, verifying = [], []
         for r in ready:
             state = r.state
+            # 1. A round begins. The verification commits one token besides the drafts, so the last token
+            #    needs no draft.
             if state.k is None:
                 if state.phase is None:
                     state.phase = self._first_phase(ready)
-                # The verification commits one token besides the drafts, so the last token needs no draft.
                 state.k = min(self.k - state.phase, r.remaining - 1)
-        drafting = [self._draft(r, r.state) for r in ready if not r.state.is_drafted]
-        return drafting + [self._verify(r, r.state) for r in ready if r.state.is_drafted]
+            # 2. The row of the next draft step, with sparse attention.
+            rows = [r.tokens[-1], *state.drafts]
+            if len(state.drafts) < state.k:
+                if state.keys is None:
+                    state.keys = PillarKeys(self.pool, r.blocks, r.n_cached, state.selected, state.recent)
+                start = r.n_cached + len(state.drafts)
+                drafting.append(Segment(r, rows[-1:], start, state.keys, "draft", n_logits=1))
+                continue
+            # 3. All rows of the verification, with full attention. The draft rows' buffer is free again.
+            self.pool.free(state.keys)
+            keys = FullKeys(cache, r.blocks, r.n_cached, len(rows), record=self.record)
+            q = None
+            if state.drafts:
+                q = lambda logits=state.logits, how=r.sampling: warp(torch.stack(logits), how)
+            verifying.append(Segment(r, rows, r.n_cached, keys, "verify", len(rows), state.drafts, q,
+                                     proposer="specgen"))
+        return drafting + verifying
 
     def _first_phase(self, ready):
         """The phase in which a request starts: the emptiest, so that all forwards have about as many rows.
@@ -144,31 +156,16 @@ class SpecGen(Scheduler):
         loads = [0] * (self.k + 1)
         for other in ready:
             state = other.state
+            n = len(state.drafts)
             if state.phase is not None:
-                loads[self.k if state.is_drafted else state.phase + len(state.drafts)] += 1
+                loads[self.k if n == state.k else state.phase + n] += 1
         return loads.index(max(loads) if self.in_phase else min(loads))
-
-    def _draft(self, r, state):
-        """The row of the next draft step."""
-        if state.keys is None:
-            state.keys = PillarKeys(self.pool, r.blocks, r.n_cached, state.selected, state.recent)
-        token = state.drafts[-1] if state.drafts else r.tokens[-1]
-        return Segment(r, [token], r.n_cached + len(state.drafts), state.keys, "draft", n_logits=1)
 
     def take_drafts(self, segments, logits):
         """Draw the next draft of each request from its row of the logits (n, V)."""
         for s, own, (token,) in zip(segments, logits, choose(segments, logits[:, None], drafting=True)):
             s.request.state.drafts.append(token)
             s.request.state.logits.append(own)
-
-    def _verify(self, r, state):
-        """The rows of the verification, with full attention."""
-        self.pool.give_back(state.keys)                    # the draft rows' buffer is free again
-        rows = [r.tokens[-1], *state.drafts]
-        keys = FullKeys(self.engine.cache, r.blocks, r.n_cached, len(rows), record=self.record)
-        q = lambda: warp(torch.stack(state.logits), r.sampling)
-        return Segment(r, rows, r.n_cached, keys, "verify", len(rows), state.drafts,
-                       q if state.drafts else None)
 
     # -- select: the prompt is read, or drafts have been verified --------------------------------------------
 
@@ -200,7 +197,7 @@ class SpecGen(Scheduler):
 
     def release(self, r):
         if r.state:
-            self.pool.give_back(r.state.keys)
+            self.pool.free(r.state.keys)
         r.state = None
 
 
@@ -261,41 +258,6 @@ class DraftPool:
         layers, groups, _, d = cache.k.shape
         self.k = self.v = cache.k.new_empty(layers, 0, groups, 0, d)
 
-    def give_back(self, keys):
-        """Free the buffer of a round's keys, if they have one."""
-        if keys is not None and keys.buffer is not None:
-            self.taken[keys.buffer] = None
-            keys.buffer = None
-
-    def gather(self, keys):
-        """Take a buffer, and copy the keys and values of the selected and newest positions into it."""
-        if None not in self.taken:
-            self.taken.append(None)
-        keys.buffer = self.taken.index(None)
-        self.taken[keys.buffer] = keys
-        self._grow(len(self.taken), keys.n + self.room)
-        # The first slot of each layer and head, with the cache seen as one table of vectors (D,).
-        layers, groups, n_slots, _ = self.cache.k.shape
-        heads = torch.arange(0, layers * groups * n_slots, n_slots, device=self.k.device)
-        heads = heads.view(layers, groups, 1)
-        # The slots of all positions, then of those that are read.
-        slots = self.cache.slots_of(keys.blocks, range(keys.length))
-        if keys.selected is not None:
-            newest = slots[keys.length - keys.recent:].expand(*keys.selected.shape[:2], -1)
-            slots = torch.cat([slots[keys.selected], newest], 2)               # (L, G, n)
-        for pool, cached in ((self.k, self.cache.k), (self.v, self.cache.v)):
-            # F.embedding copies whole vectors: a tenth of the time of gather.
-            pool[:, keys.buffer, :, :keys.n] = F.embedding(heads + slots, cached.flatten(0, 2))
-
-    def _grow(self, n_buffers, width):
-        more_buffers = max(n_buffers - self.k.shape[1], 0)
-        more_width = max(width - self.k.shape[3], 0)
-        if more_width:
-            more_width += GROWTH
-        if more_buffers or more_width:
-            padding = (0, 0, 0, more_width, 0, 0, 0, more_buffers)
-            self.k, self.v = (F.pad(x, padding) for x in (self.k, self.v))
-
     def plan(self, members):
         """store and read of the draft rows of n keys, a row each; see packed_attend."""
         for keys in members:
@@ -328,3 +290,34 @@ class DraftPool:
             out = logits.mT.softmax(-1) @ values                               # (b * G, g, D)
             return out.view(b, -1, d).index_select(0, buffers)                 # (n, H, D)
         return store, read
+
+    def gather(self, keys):
+        """Take a buffer, and copy the keys and values of the selected and newest positions into it."""
+        if None not in self.taken:
+            self.taken.append(None)
+        keys.buffer = self.taken.index(None)
+        self.taken[keys.buffer] = keys
+        # The tensors grow if it has no room.
+        more_buffers = max(len(self.taken) - self.k.shape[1], 0)
+        more_width = max(keys.n + self.room - self.k.shape[3], 0)
+        if more_buffers or more_width:
+            padding = (0, 0, 0, more_width and more_width + GROWTH, 0, 0, 0, more_buffers)
+            self.k, self.v = (F.pad(x, padding) for x in (self.k, self.v))
+        # The first slot of each layer and head, with the cache seen as one table of vectors (D,).
+        layers, groups, n_slots, _ = self.cache.k.shape
+        heads = torch.arange(0, layers * groups * n_slots, n_slots, device=self.k.device)
+        heads = heads.view(layers, groups, 1)
+        # The slots of all positions, then of those that are read.
+        slots = self.cache.slots_of(keys.blocks, range(keys.length))
+        if keys.selected is not None:
+            newest = slots[keys.length - keys.recent:].expand(*keys.selected.shape[:2], -1)
+            slots = torch.cat([slots[keys.selected], newest], 2)               # (L, G, n)
+        for pool, cached in ((self.k, self.cache.k), (self.v, self.cache.v)):
+            # F.embedding copies whole vectors: a tenth of the time of gather.
+            pool[:, keys.buffer, :, :keys.n] = F.embedding(heads + slots, cached.flatten(0, 2))
+
+    def free(self, keys):
+        """Free the buffer of a round's keys, if they have one."""
+        if keys is not None and keys.buffer is not None:
+            self.taken[keys.buffer] = None
+            keys.buffer = None

@@ -11,7 +11,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import minispec  # noqa: E402, F401  before torch: it tunes the allocator
 import torch  # noqa: E402
 
-from minispec import cdlm, prism  # noqa: E402
+from minispec import cdlm  # noqa: E402
 from minispec.data import tasks  # noqa: E402
 from minispec.data.tokenizer import Tokenizer  # noqa: E402
 from minispec.studies import cdlm as studies  # noqa: E402
@@ -27,10 +27,9 @@ def modules(model, tokenizer):
     problems = [tasks.make(family, 5000 + i, "heldout") for family in FAMILIES for i in range(4)]
     out = {}
     for name in ("0 1 1", "1 1 1", "0 0 0"):
-        map_of = lambda self, step, used=name.split(): int(used[min(step, 3) - 1])
-        with mock.patch.object(prism.PrismConfig, "module_of", map_of):
-            engine = methods.make_engine("prism", model, methods.settings(), 8)
-            generations = engine.generate(answers.requests_of(problems, tokenizer, model, 128))
+        engine = methods.make_engine("prism", model, methods.settings(), 8)
+        engine.scheduler.drafter.step.config.step_map = tuple(map(int, name.split()))
+        generations = engine.generate(answers.requests_of(problems, tokenizer, model, 128))
         figures = answers.summary(generations, engine)
         out[name] = {"tau": figures["tau"], "accepted": figures["acceptance_by_position"]}
     return out

@@ -12,7 +12,7 @@ from conftest import toy_model
 from minispec import prism
 from minispec.core import admission
 from minispec.core.engine import Engine, SyncScheduler
-from minispec.core.kv_cache import whole_blocks
+from minispec.core.kv_cache import Allocation, whole_blocks
 from minispec.core.requests import Request
 from minispec.specgen import SpecGen
 
@@ -260,6 +260,8 @@ def test_a_request_leaves_the_cache_after_its_verdict():
         assert answer(engine, some, 100)[0] == want, slots
         recomputed += engine.admission.recomputed
     assert recomputed > 0
-    engine.pending = [SimpleNamespace(request=some)]
+    large = Request([1] * 999, 9)
+    large.blocks = Allocation()
+    engine.active, engine.pending = [large], [SimpleNamespace(request=large)]
     with pytest.raises(AssertionError, match="leaves before its verdict"):
-        engine.admission._push_out(some)
+        engine.admission._make_room(large)

@@ -333,7 +333,7 @@ def test_of_several_chains_a_shorter_one_may_be_accepted_whole(parents, path, pr
     """A rejected longer chain before the accepted rows does not count after them."""
     r = Request([1], 30)
     segment = Segment(r, [1] * 6, 0, None, "verify", 6, [7, 8, 9, 10, 11], parents=parents)
-    r.commit(segment, path, 5, "specdiff")
+    r.commit(segment, path, 5)
     assert (r.generation.who[-1], r.generation.rounds[0].proposed) == (who, proposed)
     engine = SimpleNamespace(seconds={"prefill": 0}, iterations=[])
     accepted = summary([r.generation], engine)["acceptance_by_position"]

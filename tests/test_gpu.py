@@ -99,7 +99,7 @@ def test_delayed_verdicts_are_found_on_a_stream_of_their_own(log, monkeypatch):
     """After the forward that made the logits, beside the one that runs now, before their tokens are used."""
     engine = Engine(TARGET, SCHEDULERS["specgen delayed"], 8)
     engine.side = Stream(log)
-    for name in ("commit", "_postprocess"):
+    for name in ("commit", "_prefilled"):
         def logged(*args, name=name, real=getattr(engine, name)):
             log.append(name)
             return real(*args)
@@ -107,7 +107,7 @@ def test_delayed_verdicts_are_found_on_a_stream_of_their_own(log, monkeypatch):
         monkeypatch.setattr(engine, name, logged)
     got = [g.token_ids for g in engine.generate([Request(p, 10) for p in PROMPTS])]
     assert got == answers(SyncScheduler)[0]
-    assert log == ["waits", "begin", "commit", "end", "is done", "_postprocess"] * len(engine.iterations)
+    assert log == ["waits", "begin", "commit", "end", "is done", "_prefilled"] * len(engine.iterations)
 
 
 def test_what_leaves_for_the_host_takes_a_stream_of_its_own_to_pinned_memory(log, monkeypatch):
@@ -159,9 +159,10 @@ def test_a_draft_row_follows_its_request_to_other_blocks(monkeypatch):
     engine = Engine(TARGET, SCHEDULERS["specgen"], 2)
     request = Request(PROMPTS[0], 10)
     stream = engine.stream([request])
-    while request.state is None or len(request.state.drafts) < 1:
-        next(stream) if request.state is None else engine._iterate(0.0)
-    run = Graphs(None, engine.cache, 2, request.longest, engine.scheduler.budget(request.longest), 2)
+    next(stream)  # the prompt
+    first = engine.scheduler.schedule([request])
+    engine.scheduler.take_drafts(first, engine.forward(first))
+    run = Graphs(None, None, engine.cache, 2, request.longest, engine.scheduler.budget(request.longest), 2)
     cache, start = engine.cache, request.n_cached + len(request.state.drafts)
     for _ in range(2):
         plan = engine.scheduler.schedule([request])

@@ -63,7 +63,7 @@ def obvious_logits(drafter, ids, start, shown=None, drafts=()):
     if drafts and drafter.markov is not None:
         down, up = (linear.weight.mT for linear in drafter.markov)
         hidden[1:] += TARGET.embed(torch.tensor(drafts[:-1])) @ down @ up
-    return drafter.draft_head.logits(hidden)
+    return drafter.draft_head.head(hidden)
 
 
 @torch.no_grad()
@@ -82,7 +82,7 @@ def test_packed_windows_equal_one_window_at_a_time(form):
     for slots in (None, shown):
         every, own = (slots, slots) if slots is None else (slots.expand(2, 5, 4), slots.tolist())
         windows, _ = specdiff.window_states(drafter, ids, starts, features, every)
-        got = drafter.draft_head.logits(windows)
+        got = drafter.draft_head.head(windows)
         for b, w in itertools.product(range(2), range(5)):
             want = obvious_logits(drafter, some[b], int(starts[b, w]), own)
             assert (got[b, w] - want).abs().max() < 1e-4
@@ -183,7 +183,7 @@ def test_a_drafter_starts_as_the_target():
     drafter = specdiff.for_target(TARGET, gamma=4)
     ids = prompts(6)[-1]
     windows, _ = specdiff.window_states(drafter, torch.tensor([ids]), torch.tensor([[len(ids)]]))
-    got = drafter.draft_head.logits(windows[0, 0, 0])
+    got = drafter.draft_head.head(windows[0, 0, 0])
     assert (got - dense_logits(TARGET, ids)[-1]).abs().max() < 1e-4  # q_1 = p_1
     assert drafter.n_params() == TARGET.n_params() - 2 * TARGET.embed.weight.numel() + 32
 

@@ -95,7 +95,7 @@ def test_requests_that_draft_together_see_what_each_sees_alone(cache):
         want = torch.cat([draft([token], [keys]) for keys in alone[1:]])
         assert (draft([token, token], shared[1:]) - want).abs().max() < 1e-4
     assert pool.taken == shared
-    pool.give_back(shared[1])
+    pool.free(shared[1])
     assert pool.taken == [shared[0], None, shared[2]] and shared[1].buffer is None
 
 

@@ -22,10 +22,10 @@ import decode
 import train_prism
 import train_specdiff
 from minispec import prism, specdiff
-from minispec.core.draft_head import most_frequent
 from minispec.core.engine import Engine, SyncScheduler
 from minispec.data import magpie, recorded, rollouts, tasks
 from minispec.data.loops import loops
+from minispec.data.recorded import most_frequent
 from minispec.data.tokenizer import GPT2, TEXT_ALONE, Tokenizer, byte_letters
 from minispec.tools import checkpoints, drafter_files, methods, training
 from minispec.tools.drafter_files import load_drafter, save_drafter

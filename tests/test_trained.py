@@ -15,8 +15,8 @@ from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.gpt import dense_attend
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling
-from minispec.core.draft_head import most_frequent
 from minispec.data import recorded, rollouts
+from minispec.data.recorded import most_frequent
 from minispec.prism import PrismConfig, PrismDrafter, PrismTreeDrafter
 from minispec.specdiff import SpecDiffConfig, SpecDiffDrafter
 from minispec.tools.checkpoints import fingerprint
@@ -54,7 +54,7 @@ def toy_specdiff(target=TARGET, seed=5, gamma=4, n_layer=1, **changes):
         drafter.mask.normal_()
         if drafter.join is not None:
             drafter.join.weight[:, drafter.config.d_model :].normal_(std=0.2)
-        if drafter.fuse is not None:
+        if drafter.config.feature_layers:
             drafter.fuse.weight.add_(torch.randn_like(drafter.fuse.weight) * 0.1)
         for linear in drafter.markov or ():
             linear.weight.normal_(std=0.5)

@@ -73,61 +73,53 @@ class Admission:
     def _make_room(self, r):
         """Room for the next rows of an active request, at the cost of younger ones. False if it had to
         leave."""
-        cache = self.engine.cache
+        engine = self.engine
+        cache = engine.cache
         need = self.reach(r)
         if cache.size(r.blocks) >= need:
             return True
         # Requests leave, from the youngest on. If r is the youngest, it leaves itself.
         while not cache.resize(r.blocks, need):
-            if self.paused and self.paused[-1].blocks.table:   # one is half out already
-                victim = self.paused[-1]
-            else:
-                victim = self.engine.active.pop()
-                self._push_out(victim)
+            half_out = self.paused and self.paused[-1].blocks.table
+            victim = self.paused[-1] if half_out else engine.active.pop()
+            assert victim not in [s.request for s in engine.pending], "a request leaves before its verdict"
             if self.policy == "offload":
+                if not half_out:
+                    self.paused.append(victim)
+                    cache.charged -= engine.scheduler.extra_slots(victim)      # its buffers count as moved
                 cache.offload(victim.blocks, CHUNK)
+            else:
+                # Its tokens stay; its keys are computed again when it enters again.
+                self.recomputed += victim.n_cached
+                self.leave(victim)
+                victim.n_cached = 0
+                engine.waiting.insert(0, victim)
             if victim is r:
                 return False
         return True
 
-    def _push_out(self, r):
-        """Pause a request that is no longer active (`offload`), or let it wait again (`preempt`)."""
-        assert not any(s.request is r for s in self.engine.pending), "a request leaves before its verdict"
-        if self.policy == "offload":
-            # its buffers count as moved with it
-            self.engine.cache.charged -= self.engine.scheduler.extra_slots(r)
-            self.paused.append(r)
-        else:
-            # Its tokens stay; its keys are computed again when it enters again.
-            self.recomputed += r.n_cached
-            self.leave(r)
-            r.n_cached = 0
-            self.engine.waiting.insert(0, r)
-
     def _enter(self, r):
         """Give a waiting request its first blocks. Returns whether it may enter now."""
         cache = self.engine.cache
-        extra = self.engine.scheduler.extra_slots(r)
-        if self._missing_slots() + self.claim(r) + extra > cache.free or self._is_being_prefilled(r):
+        scheduler = self.engine.scheduler
+        extra = scheduler.extra_slots(r)
+        if self._missing_slots() + self.claim(r) + extra > cache.free:
+            return False
+        # It waits while another request still prefills the beginning that both share.
+        n = cache.block
+        alike = [other for other in self.engine.active if other.tokens[:n] == r.tokens[:n]]
+        if scheduler.shares and len(r.tokens) > n and not all(other.is_prefilled for other in alike):
             return False
         r.blocks = Allocation()
-        if self.engine.scheduler.shares and not r.n_cached:
+        if scheduler.shares and not r.n_cached:
             # The last rows are always prefilled: they give the first token, and the recorded scores. At least
             # two, because a request with one row left counts as prefilled, and would draft at once.
-            known = len(r.tokens) - max(self.engine.scheduler.record_prompt, 2)
+            known = len(r.tokens) - max(scheduler.record_prompt, 2)
             r.n_cached = cache.share(r.blocks, r.tokens[:max(known, 0)])
             self.shared += r.n_cached
         cache.resize(r.blocks, self.reach(r))
         cache.charged += extra
         return True
-
-    def _is_being_prefilled(self, r):
-        """Whether an active request still prefills the beginning that this one will share."""
-        if not self.engine.scheduler.shares:
-            return False
-        n = self.engine.cache.block
-        return any(not other.is_prefilled and len(r.tokens) > n and other.tokens[:n] == r.tokens[:n]
-                   for other in self.engine.active)
 
     def _resume(self, r):
         """Bring a request back, chunk by chunk, if the next rows of all others fit beside it. Returns whether

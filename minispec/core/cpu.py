@@ -12,16 +12,12 @@ CONVERT_ROWS = 12           # from which it pays to convert bf16 weights, if a p
 MANY_KEYS = 1024            # above which few rows attend by plain products
 
 
-def _packed_types():
-    """The dtypes that oneDNN multiplies here with weights in its own layout."""
-    if not torch.backends.mkldnn.is_available():
-        return set()
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return {torch.float32}
-    return {torch.float32, torch.bfloat16}
-
-
-PACKED_TYPES = _packed_types()
+# The dtypes that oneDNN multiplies here with weights in its own layout.
+PACKED_TYPES = set()
+if torch.backends.mkldnn.is_available():
+    PACKED_TYPES.add(torch.float32)
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        PACKED_TYPES.add(torch.bfloat16)
 
 
 class Linear(nn.Linear):

@@ -19,16 +19,13 @@ from minispec.core import gpt
 from minispec.core.cpu import Linear
 from minispec.core.noise import noise
 
-DRAFT_VOCAB = 4000          # the default; a target with fewer tokens has no need of one
-
 
 class DraftHead:
-    """The embedding and the head of a target, as its drafter uses them. ids (N,): the draft vocabulary; None:
-    all V tokens. An index counts along the draft vocabulary, a token along the whole one. ValueError where
-    ids do not fit the target."""
+    """The rows of a target's head that its drafter uses: `head` maps states (..., C) to logits (..., N). ids
+    (N,): the draft vocabulary; None: all V tokens. An index counts along the draft vocabulary, a token along
+    the whole one. ValueError where ids do not fit the target."""
 
     def __init__(self, target, ids=None):
-        self.embed = target.embed
         self.head = target.head
         self.ids = ids
         self.vocab_size = target.config.vocab_size
@@ -42,10 +39,6 @@ class DraftHead:
         rows = target.head.weight.detach()[ids]
         self.head = Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
         self.head.weight = nn.Parameter(rows, requires_grad=False)
-
-    def logits(self, hidden):
-        """(..., C) -> (..., N)."""
-        return self.head(hidden)
 
     def tokens(self, indices):
         """The tokens of indices (...)."""
@@ -62,7 +55,7 @@ class DraftHead:
 
     def noise(self, streams, positions):
         """The noise (n, N) of these tokens; see noise.py."""
-        return noise(streams, positions, self.vocab_size, self.ids, self.embed.weight.device)
+        return noise(streams, positions, self.vocab_size, self.ids, self.head.weight.device)
 
     def whole(self, q):
         """A distribution over the whole vocabulary: (..., N) -> (..., V), 0 outside."""
@@ -71,39 +64,20 @@ class DraftHead:
         return q.new_zeros(*q.shape[:-1], self.vocab_size).index_copy_(-1, self.ids, q)
 
 
-def most_frequent(answers, n, vocab_size):
-    """The n tokens (n,) that occur most in answers (lists of ids); None, which means all, where n is 0 or no
-    fewer than there are."""
-    if not 0 < n < vocab_size:
-        return None
-    tokens = torch.tensor([token for answer in answers for token in answer], dtype=torch.long)
-    # Then the first tokens that never occur: byte-level BPE numbers its tokens from frequent to rare.
-    counts = torch.bincount(tokens, minlength=vocab_size)
-    return counts.argsort(descending=True, stable=True)[:n]
-
-
-# -- the target's hidden states ------------------------------------------------------------------------------
-
-def feature_layers_of(config):
-    """The numbers of a low and a middle layer. With the final states they are the input of EAGLE-3
-    (2503.01840)."""
-    return tuple(sorted({config.n_layer // 10, config.n_layer // 2}))
-
+# -- trained drafters ----------------------------------------------------------------------------------------
 
 def fusion(config):
     """The projection of the states of several layers ((F + 1) * C) to one (C), which begins as the final one.
-    None where a drafter reads the final states alone."""
+    The final states alone stay as they are."""
     n = len(config.feature_layers)
     if not n:
-        return None
+        return nn.Identity()
     fuse = Linear((n + 1) * config.d_model, config.d_model, bias=False)
     with torch.no_grad():
         fuse.weight.zero_()
         fuse.weight[:, -config.d_model:] = torch.eye(config.d_model)
     return fuse
 
-
-# -- trained drafters ----------------------------------------------------------------------------------------
 
 @dataclass
 class DrafterConfig(gpt.GPTConfig):

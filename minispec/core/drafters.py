@@ -17,7 +17,6 @@ from itertools import accumulate
 
 import torch
 
-from minispec.core import gpt
 from minispec.core.attention import FullKeys
 from minispec.core.kv_cache import Allocation, KVCache
 from minispec.core.requests import MAX_K, Segment, pack
@@ -39,15 +38,14 @@ class Drafter:
     uses_hidden_states = False      # whether it reads the target's final hidden states
     feature_layers = ()     # F layers of the target whose states it reads besides
     select = None           # of trees under the rule `selection`: see specdiff.best_path
-    seconds = 0.0           # that captures of CUDA graphs took
     drafters = {}           # name -> the drafters that this one chooses among
     promises = {}           # request -> what it expected of them
 
     def propose(self, requests, limits):
-        """A proposal for every request, (tokens, q): a chain of at most limits[i] drafts, and a function without
-        arguments for the distributions (k, V) that the first ones were drawn from, None if they are unknown.
-        A tree is (tokens, q, parents, chains, lookup), of which the last two may be missing; see the fields
-        of Segment."""
+        """A proposal for every request, (tokens, q): a chain of at most limits[i] drafts, and a function
+        without arguments for the distributions (k, V) that the first ones were drawn from, None if they are
+        unknown. A tree is (tokens, q, parents, chains, lookup), of which the last two may be missing; see the
+        fields of Segment."""
         return [([], None)] * len(requests)
 
     def observe(self, request, features):
@@ -74,17 +72,18 @@ class DraftState:
     cached: int = 0                                      # rows of the cache that hold committed tokens
     features: list = field(default_factory=list)         # (n, (F + 1) * C) each, of rows still to be fed
 
-    def rows(self, tokens, features=None, tail=None):
-        """The Segment of the rows after the cached ones. They are causal, unless tail (n, m) says which of
-        the last m positions each row sees (FullKeys)."""
+    def rows(self, tokens, tail=None):
+        """The Segment of the rows after the cached ones, with the features that wait for them. The rows are
+        causal and stay in the cache, unless tail (n, m) says which of the last m positions each row sees
+        (FullKeys): then the next rows overwrite them."""
         self.cache.extend(self.blocks, self.cached + len(tokens) + self.room)
         keys = FullKeys(self.cache, self.blocks, self.cached, len(tokens), tail=tail)
-        return Segment(None, tokens, self.cached, keys, features=features)
-
-    def take_features(self):
-        features = torch.cat(self.features)
+        features = torch.cat(self.features) if self.features else None
         self.features = []
-        return features
+        start = self.cached
+        if tail is None:
+            self.cached += len(tokens)
+        return Segment(None, tokens, start, keys, features=features)
 
 
 class CachedDrafter(Drafter):
@@ -124,17 +123,12 @@ class CachedDrafter(Drafter):
         """
         self.state_of(request).features.append(features[:, -self.n_features:])
 
-    def in_pool(self, segments):
-        """Whether CUDA graphs can read the caches of these segments; see kernels.rounds."""
-        return self.graphs is not None and all(s.keys.cache is self.cache for s in segments)
-
     def run_round(self, segments, per_request=None, options=()):
         """The tensors that `round` returns for a list of Segments."""
-        if not self.in_pool(segments):
+        # Graphs read one cache; see kernels.rounds.
+        if self.graphs is None or any(s.keys.cache is not self.cache for s in segments):
             return self.round(pack(segments, self.target.device, per_request, options))
-        out, seconds = self.graphs(segments, per_request, options)
-        self.seconds += seconds
-        return out
+        return self.graphs(segments, per_request, options)
 
 
 class ChainDrafter(CachedDrafter):
@@ -142,8 +136,8 @@ class ChainDrafter(CachedDrafter):
     the token that the step before it drew, on the device.
 
     A subclass has `draft_head` (DraftHead); first_rows(request) -> Segment, or None if it cannot draft yet;
-    and step(number, x, states (N, C) or None) -> states (N, C), one forward of Batch x. width: rows of a
-    request in every step but the first.
+    and step(number, tokens, states, positions, attend), one forward of N rows with the states (N, C) of the
+    step before, or the features: states (N, C). width: rows of a request in every step but the first.
 
     Early end: a chain ends once the drafter's confidence, the product of its probabilities of the drafts, is
     below `min_confidence`. The draft that drops below is still verified: discarding it would bias the drafts
@@ -186,7 +180,7 @@ class ChainDrafter(CachedDrafter):
         distributions (B, steps, N) that they were drawn from."""
         steps, settings = x.options
         # The first step reads all new rows of a request; the last of them guesses.
-        states = self.step(1, x, x.features)[x.per_request["last"]]
+        states = self.step(1, x.tokens, x.features, x.positions, x.attend)[x.per_request["last"]]
         tokens, qs = [], []
         confidence = states.new_ones(len(states), dtype=torch.float)
         for number in range(1, steps + 1):
@@ -195,38 +189,23 @@ class ChainDrafter(CachedDrafter):
                 break
             if number > 1:
                 # The drawn token is the next row.
-                x = self.next_rows(x, number, token[:, None])
-                states = self.step(number, x, states)
-            q, scores = self.guess(number, x, states[:, None])                 # (B, 1, N)
-            qs.append(q)
+                x = x.next_rows(number, token[:, None])
+                states = self.step(number, x.tokens, states, x.positions, x.attend)
+            # The draft is the largest of q / noise, or of q.
+            q = scores = warp(self.draft_head.head(states), settings)          # (B, N)
+            if settings.temperature > 0:
+                positions = x.per_request["at"] + number - 1
+                scores = q / self.draft_head.noise(x.per_request["streams"], positions)
             index = scores.argmax(-1)
-            token = self.draft_head.tokens(index[:, 0])
+            token = self.draft_head.tokens(index)
+            confidence = confidence * q.gather(-1, index[:, None])[:, 0]
             tokens.append(token.where(~ended, PAD_DRAFT))
-            confidence = confidence * q.gather(-1, index[..., None])[:, 0, 0]
-        return [torch.stack(tokens, 1), torch.cat(qs, 1)]
-
-    def guess(self, number, x, states):
-        """The drafter's distributions q (B, w, N) of a step with states (B, w, C), and the scores (B, w, N)
-        whose largest are drafted: q / noise, or q. A tree has no noise but the target's."""
-        _, settings = x.options
-        logits = self.draft_head.logits(states).float()
-        if settings.temperature == 0 or self.width > 1 and settings.rule != "coupled":
-            q = logits.softmax(-1)
-            return q, q
-        q = warp(logits, settings)
-        positions = x.per_request["at"] + number - 1
-        return q, q / self.draft_head.noise(x.per_request["streams"], positions)[:, None]
-
-    def next_rows(self, x, number, tokens, sees=None):
-        """The Batch of a later step, its rows one position further; arguments as of Batch.next_rows."""
-        ends = x.per_request["ends"] + (number - 2)
-        positions = ends.clamp(max=self.config.block_size - 1).repeat_interleave(tokens.shape[1])
-        return x.next_rows(number, tokens, positions, sees)
+            qs.append(q)
+        return [torch.stack(tokens, 1), torch.stack(qs, 1)]
 
     def result(self, drafts, q, limit):
         """The proposal of one request, at most `limit` drafts: a chain of the first `drafts`, and q."""
-        drafts = drafts[:min(limit, self.depth)]
-        n = drafts.index(PAD_DRAFT) if PAD_DRAFT in drafts else len(drafts)
+        n = [*drafts[:limit], PAD_DRAFT].index(PAD_DRAFT)
         return drafts[:n], q
 
 
@@ -299,16 +278,13 @@ class SmallLM(ChainDrafter):
         self.draft_head = DraftHead(model, None if ours == theirs else both)
         self.draft_head.vocab_size = theirs              # q is compared with the target's p
 
-    def step(self, number, x, states):
+    def step(self, number, tokens, states, positions, attend):
         """One step; see ChainDrafter. A token that the small model lacks is read as its last one."""
-        tokens = x.tokens.clamp(max=self.config.vocab_size - 1)
-        return gpt.body(self.target, self.target.rope, self.draft_head.embed(tokens), x.positions, x.attend)
+        return self.target(tokens.clamp(max=self.config.vocab_size - 1), positions, attend)
 
     def first_rows(self, request):
         """Rows for the tokens committed since the last round, at least for the last token, whose logits are
         needed. Accepted drafts are fed once more, because one more row costs next to nothing."""
         state = self.state_of(request)
         state.cached = min(state.cached, len(request.tokens) - 1)
-        rows = state.rows(request.tokens[state.cached:])
-        state.cached = len(request.tokens)
-        return rows
+        return state.rows(request.tokens[state.cached:])

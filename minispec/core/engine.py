@@ -4,7 +4,7 @@
     forward   one packed pass of the target over all rows of all requests          -> logits
     commit    verify the drafts, append tokens, roll back                          -> [(request, tokens)]
 
-To follow a request, read `Engine.stream` and `_iterate`, then in this order:
+To follow a request, read `Engine.stream`, then in this order:
 
     1. `Admission.admit` lets it enter: it gets blocks of the cache.
     2. `_prefill` feeds its prompt in chunks. The last chunk yields the first token.
@@ -36,13 +36,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from minispec.core import verify
 from minispec.core.admission import Admission
 from minispec.core.attention import FullKeys, tree_mask
 from minispec.core.drafters import Drafter, NGram, with_lookup
 from minispec.core.kv_cache import beside, whole_blocks
 from minispec.core.prefix_cache import PrefixCache
 from minispec.core.requests import Segment, check_k, check_requests, pack
+from minispec.core.verify import check_numbers, verify
 
 PROMPT_ROWS = 2048  # prompt tokens a forward, all requests together: it bounds the memory of activations
 
@@ -59,6 +59,7 @@ class Engine:
     longest request of a `stream`). prefill_chunk: most prompt tokens of a request in one iteration.
     admission: see admission.py.
     """
+    verify = staticmethod(verify)                        # a study may put another rule in its place
 
     def __init__(self, model, scheduler, batch_size=8, cache_tokens=None, prefill_chunk=512,
                  admission="reserve"):
@@ -76,7 +77,6 @@ class Engine:
         self.seconds = {"draft": 0.0, "verify": 0.0, "prefill": 0.0, "other": 0.0}
         self.warm_up = 0.0                               # of compiling and capturing, in no other account
         self.iterations = []                             # of each: rows by kind, the pool, seconds by kind
-        self.sample_seconds = 0.0                        # seconds of this iteration in verify.py
         self.on_prefill = None                           # called with the number of prompt tokens just read
         # On a GPU: Triton kernels, CUDA graphs of them, and a stream to verify on.
         self.fused = model.device.type == "cuda" and kernels("kernels").can_run(model, self.scheduler.tree)
@@ -100,41 +100,53 @@ class Engine:
         """
         if self.active or self.waiting or self.admission.paused:
             raise ValueError("another stream of this engine is open; finish or close it first")
+        delayed = self.scheduler.delayed
         try:
             self._prepare(requests)
             while True:
-                started = time.perf_counter()
+                started = self.clock()
+                self.spent = {"draft": 0.0, "verify": 0.0, "prefill": 0.0}     # seconds of this iteration,
+                self.sample_seconds = 0.0                                      # and those in verify.py
                 self.retire()  # finished, or cancelled while the caller had the tokens
                 if not (self.waiting or self.active or self.admission.paused):
                     break
-                yield from self._iterate(started)
+
+                # 1. Schedule: the scheduler's decoding rows, then chunks of prompts. A request gets its
+                #    verdict before it leaves the cache, so admission may commit tokens already.
+                committed = self.admission.admit()
+                stalled = {s.request for s in self.pending}
+                running = [r for r in self.active if r not in stalled]
+                segments = self.scheduler.schedule([r for r in running if r.is_prefilled])
+                segments += self._prefill([r for r in running if not r.is_prefilled])
+                self._record(segments)
+
+                # 2. Forward. Delayed: the drafts of the last iteration are verified meanwhile; on a GPU on
+                #    another stream than the forward's, or verification would wait for it.
+                if delayed:
+                    with beside(self.side):
+                        future = self.thread.submit(self.forward, segments)
+                        committed += self.commit()
+                    if self.side:
+                        self.side.synchronize()
+                    logits = future.result()
+                else:
+                    logits = self.forward(segments)
+                self._prefilled([s for s in segments if s.kind == "prefill"])
+                # Drafting segments come first, a row each.
+                drafting = [s for s in segments if s.kind == "draft"]
+                n = len(drafting)
+                self.scheduler.take_drafts(drafting, logits[:n])
+                self.pending = [s for s in segments if s.n_logits and s.kind != "draft"]
+                self.pending_logits = logits[n:]
+
+                # 3. Commit.
+                if not delayed:
+                    committed += self.commit()
+                self._account(started)
+                yield from committed
         finally:
             self.retire(everything=True)
             self.pending = []
-
-    def _iterate(self, started):
-        """One iteration. Returns [(request, newly committed tokens)]."""
-        before = dict(self.seconds)
-        warm_up = self.warm_up
-        self.sample_seconds = 0.0
-        # A request gets its verdict before it leaves the cache, so this may commit tokens already.
-        committed = self.admission.admit()
-        segments = self._schedule()
-        self._record(segments)
-        if self.scheduler.delayed:
-            # Verify the drafts of the last iteration while this forward runs; on a GPU on another stream than
-            # the forward's, or verification would wait for it.
-            with beside(self.side):
-                running = self.thread.submit(self.forward, segments)
-                committed += self.commit()
-            if self.side:
-                self.side.synchronize()
-            self._postprocess(segments, running.result())
-        else:
-            self._postprocess(segments, self.forward(segments))
-            committed += self.commit()
-        self._clock(started + self.warm_up - warm_up, before)
-        return committed
 
     def generate(self, requests):
         """Answer the requests and return their generations, in order."""
@@ -142,50 +154,52 @@ class Engine:
             pass
         return [r.generation for r in requests]
 
-    def _schedule(self):
-        """The segments of this iteration: the scheduler's decoding rows, then chunks of prompts."""
-        held = {s.request for s in self.pending}
-        going = [r for r in self.active if r not in held]
-        segments = self.scheduler.schedule([r for r in going if r.is_prefilled])
-        # The oldest request reads first; the others wait if no room is left.
+    def _prefill(self, requests):
+        """The next chunks of prompts, the oldest request first; others wait if no room is left. A last chunk
+        yields the first token. The rows whose attention the scheduler records are a chunk of their own."""
+        segments = []
         room = PROMPT_ROWS
-        for r in going:
-            if not r.is_prefilled and (chunk := self._prefill(r, room)):
-                segments.append(chunk)
-                room -= len(chunk.tokens)
+        for r in requests:
+            start = r.n_cached
+            end = len(r.tokens)
+            last_rows = end - self.scheduler.record_prompt
+            recorded = start >= last_rows
+            stop = min(start + self.prefill_chunk, end if recorded else last_rows)
+            if stop - start > room:
+                stop = start if recorded else start + room         # the recorded rows stay together
+            if stop == start:
+                continue
+            room -= stop - start
+            keys = FullKeys(self.cache, r.blocks, start, stop - start,
+                            record=self.scheduler.record if recorded else None)
+            tokens = r.tokens[start:stop]
+            segments.append(Segment(r, tokens, start, keys, "prefill", n_logits=int(stop == end)))
         return segments
 
-    def _prefill(self, request, room):
-        """The next chunk of a prompt, of at most `room` rows, or None. The last chunk yields the first token.
-        The rows whose attention the scheduler records are a chunk of their own."""
-        start = request.n_cached
-        end = len(request.tokens)
-        last_rows = end - self.scheduler.record_prompt
-        recorded = start >= last_rows
-        stop = min(start + self.prefill_chunk, end if recorded else last_rows)
-        if stop - start > room:
-            stop = start if recorded else start + room   # the recorded rows stay together
-        if stop == start:
-            return None
-        keys = FullKeys(self.cache, request.blocks, start, stop - start,
-                        record=self.scheduler.record if recorded else None)
-        tokens = request.tokens[start:stop]
-        return Segment(request, tokens, start, keys, "prefill", n_logits=int(stop == end))
+    def _prefilled(self, segments):
+        """Chunks of prompts are in the cache."""
+        for s in segments:
+            n = len(s.tokens)
+            s.request.n_cached += n
+            if self.scheduler.drafter.uses_hidden_states:
+                self.scheduler.drafter.observe(s.request, s.features)
+            if s.request.is_prefilled:
+                self.admission.remember(s.request)
+            if self.on_prefill:
+                self.on_prefill(n)
 
     @torch.inference_mode()
     def forward(self, segments):
         """One packed pass of the target. Returns the logits (n, V) of all rows that want them."""
         if not segments:
-            return None
-        started = time.perf_counter()
+            return torch.empty(0)
+        started = self.clock()
         # The model, on the kernels or on torch operators.
         if self.fused:
-            (features,), capturing = self.graphs(segments)
-            self.warm_up += capturing
-            started += capturing
+            features, = self.graphs(segments)
         else:
             x = pack(segments, self.model.device)
-            features = self.model(x.tokens, x.positions, x.attend, self.scheduler.feature_layers)
+            features = self.model(x.tokens, x.positions, x.attend, self.scheduler.drafter.feature_layers)
         # The rows of all segments lie one after the other.
         n = len(features)
         wanted = []
@@ -193,77 +207,58 @@ class Engine:
             s.features = own
             wanted.append(own[len(own) - s.n_logits:, -self.model.config.d_model:])
         logits = self.model.logits(torch.cat(wanted))
-        verify.check_numbers(logits)                     # this waits for a GPU
+        check_numbers(logits)                            # this waits for a GPU
         # A mixed forward is charged by rows.
-        spent = time.perf_counter() - started
+        spent = self.clock() - started
         for s in segments:
             self.charge(s.request, s.kind, spent * len(s.tokens) / n)
         return logits
-
-    def _postprocess(self, segments, logits):
-        """After a forward: prompt rows are cached, drafts go to the scheduler, verifications wait for
-        `commit`."""
-        for s in segments:
-            if s.kind == "prefill":
-                s.request.n_cached += len(s.tokens)
-                self.scheduler.observe(s, range(len(s.tokens)))
-                if s.request.is_prefilled:
-                    self.admission.remember(s.request)
-                if self.on_prefill:
-                    self.on_prefill(len(s.tokens))
-        # Drafting segments come first.
-        drafting = [s for s in segments if s.kind == "draft"]
-        n = len(drafting)                                # a row each
-        if drafting:
-            self.scheduler.take_drafts(drafting, logits[:n])
-        self.pending = [s for s in segments if s.n_logits and s.kind != "draft"]
-        self.pending_logits = logits[n:] if self.pending else None
 
     def commit(self):
         """Verify, commit, roll back. Returns [(request, newly committed tokens)]."""
         segments, self.pending = self.pending, []
         if not segments:
             return []
+        started = time.perf_counter()
+        verdicts = self.verify(segments, self.pending_logits)
+        self.sample_seconds += time.perf_counter() - started
         committed = []
-        for s, (path, token) in zip(segments, self.verify(segments, self.pending_logits)):
+        for s, (path, token) in zip(segments, verdicts):
             r = s.request
             if r.finished:                               # cancelled meanwhile
                 continue
-            proposer = ""
             if s.kind == "verify":
                 # Later rows overwrite the rejected rows of a chain. The accepted path of a tree moves
                 # together.
+                rows = [0, *path]
                 if s.parents is not None:
-                    self.cache.keep(r.blocks, r.n_cached, [0, *path])
-                r.n_cached += 1 + len(path)
-                self.scheduler.observe(s, [0, *path])
-                proposer = self.scheduler.proposer(r)
+                    self.cache.keep(r.blocks, r.n_cached, rows)
+                r.n_cached += len(rows)
+                if self.scheduler.drafter.uses_hidden_states:
+                    self.scheduler.drafter.observe(r, s.features[rows])
             self.scheduler.verified(s, len(path))
-            committed.append((r, r.commit(s, path, token, proposer)))
+            committed.append((r, r.commit(s, path, token)))
         return committed
-
-    def verify(self, segments, logits):
-        """verify.verify, timed."""
-        started = time.perf_counter()
-        verdicts = verify.verify(segments, logits)
-        self.sample_seconds += time.perf_counter() - started
-        return verdicts
 
     # -- time ------------------------------------------------------------------------------------------------
 
+    def clock(self):
+        """Seconds, without those of compiling and capturing."""
+        return time.perf_counter() - self.warm_up
+
     def charge(self, request, kind, seconds):
-        """Book the time of a kind of row ("draft", "verify", "prefill"), on the engine and on the request's
-        round."""
-        self.seconds[kind] += seconds
+        """Book the time of a kind of row ("draft", "verify", "prefill"), on the iteration and on the round of
+        the request."""
+        self.spent[kind] += seconds
         request.spent[kind] += seconds
 
-    def _clock(self, started, before):
+    def _account(self, started):
         """Book the iteration. The time that no row is charged with is "other": verify.py, and overhead."""
-        spent = {kind: self.seconds[kind] - before[kind] for kind in ("draft", "verify", "prefill")}
-        other = time.perf_counter() - started - sum(spent.values())
-        self.seconds["other"] += other
+        other = self.clock() - started - sum(self.spent.values())
+        for kind, seconds in (self.spent | {"other": other}).items():
+            self.seconds[kind] += seconds
         sample = min(self.sample_seconds, other)         # delayed: the rest was hidden behind the forward
-        self.iterations[-1]["seconds"] = {**spent, "sample": sample, "overhead": other - sample}
+        self.iterations[-1]["seconds"] = {**self.spent, "sample": sample, "overhead": other - sample}
 
     def _record(self, segments):
         """Note what this iteration feeds, and the use of the cache."""
@@ -308,7 +303,6 @@ class Engine:
 
 class Scheduler:
     """The interface between the engine and a scheduler, with the usual answers."""
-    name = ""
     delayed = False                      # True: the engine verifies beside the next forward
     record = None                        # of verifications, see FullKeys
     record_prompt = 0                    # number of last rows of a prompt that are recorded as well
@@ -316,7 +310,6 @@ class Scheduler:
     rows = 1                             # the most rows of a verification
     tree = 0                             # the most rows of a tree
     shares = True                        # whether requests may share the blocks of a common beginning
-    feature_layers = ()                  # layers whose states `observe` gets besides the final ones
 
     def schedule(self, ready):
         """Segments for the requests that may decode: their prompts are read, and no verdict is due."""
@@ -329,19 +322,11 @@ class Scheduler:
         """The number of selected positions that a draft row reads of `length` cached ones."""
         return 0
 
-    def observe(self, segment, rows):
-        """The rows of a segment that stay in the cache: all of a chunk of a prompt, or the last committed
-        token and the accepted drafts."""
-
     def take_drafts(self, segments, logits):
         """The logits (n, V) of n segments of the kind "draft", a row each."""
 
     def verified(self, segment, accepted):
         """The verdict on a segment: the number of its accepted drafts."""
-
-    def proposer(self, request):
-        """The name shown beside the drafts of this round."""
-        return self.name
 
     def release(self, request):
         """Forget this request: it is finished, or will start again."""
@@ -365,41 +350,30 @@ class SyncScheduler(Scheduler):
         self.lookup = lookup
         self.ngram = NGram()
         self.rows = k + lookup + 1
-        self.feature_layers = self.drafter.feature_layers
         self.shares = not self.drafter.uses_hidden_states  # the states of shared tokens are gone
         self.tree = self.rows if self.drafter.width > 1 or lookup else 0
 
     def schedule(self, ready):
-        if not (self.k and ready):
-            return [self._verify(r, [], None) for r in ready]
-        started = time.perf_counter()
-        captured = self.drafter.seconds
-        # A round commits one token besides its drafts, so the last token needs no draft.
-        drafts = self.drafter.propose(ready, [min(self.k, r.remaining - 1) for r in ready])
-        captured = self.drafter.seconds - captured
-        if spare := self.lookup // len(ready):
-            drafts = [with_lookup(own, self.ngram.lookup(r, min(spare, r.remaining - 1 - len(own[0]))))
-                      for r, own in zip(ready, drafts)]
-        self.engine.warm_up += captured
-        spent = time.perf_counter() - started - captured
-        for r in ready:
-            self.engine.charge(r, "draft", spent / len(ready))
-        return [self._verify(r, *draft) for r, draft in zip(ready, drafts)]
-
-    def _verify(self, request, drafts, q, *tree):
-        """The rows of a verification. tree: parents, chains and lookup of the Segment, for a tree."""
-        rows = [request.tokens[-1], *drafts]
-        tail = tree_mask(tree[0]) if tree else None
-        keys = FullKeys(self.engine.cache, request.blocks, request.n_cached, len(rows), tail=tail)
-        return Segment(request, rows, request.n_cached, keys, "verify", len(rows), drafts, q, *tree,
-                       select=self.drafter.select)
-
-    def observe(self, segment, rows):
-        if self.drafter.uses_hidden_states:
-            self.drafter.observe(segment.request, segment.features[list(rows)])
-
-    def proposer(self, request):
-        return self.drafter.proposer(request)
+        # 1. Drafts. A round commits one token besides them, so the last token needs none.
+        proposals = [([], None)] * len(ready)
+        if self.k and ready:
+            started = self.engine.clock()
+            proposals = self.drafter.propose(ready, [min(self.k, r.remaining - 1) for r in ready])
+            if spare := self.lookup // len(ready):
+                proposals = [with_lookup(own, self.ngram.lookup(r, min(spare, r.remaining - 1 - len(own[0]))))
+                             for r, own in zip(ready, proposals)]
+            spent = self.engine.clock() - started
+            for r in ready:
+                self.engine.charge(r, "draft", spent / len(ready))
+        # 2. The rows of the verifications: the last committed token, then the drafts.
+        segments = []
+        for r, (drafts, q, *tree) in zip(ready, proposals):
+            rows = [r.tokens[-1], *drafts]
+            tail = tree_mask(tree[0]) if tree else None
+            keys = FullKeys(self.engine.cache, r.blocks, r.n_cached, len(rows), tail=tail)
+            segments.append(Segment(r, rows, r.n_cached, keys, "verify", len(rows), drafts, q, *tree,
+                                    select=self.drafter.select, proposer=self.drafter.proposer(r)))
+        return segments
 
     def release(self, request):
         self.drafter.release(request)

@@ -39,6 +39,9 @@ class RMSNorm(nn.Module):
         return rms_norm(x, weight, self.eps)
 
 
+BEYOND = 64                 # positions after the end of the context
+
+
 def llama3_scaling(inv_freq, factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0,
                    original_max_position_embeddings=8192, divisors=None):
     """Llama-3.1's scaling to a longer context: the frequencies inv_freq (D/2,), in radians per position, with
@@ -70,7 +73,8 @@ class Rope(nn.Module):
         super().__init__()
         half = torch.arange(0, config.head_dim, 2).float() / config.head_dim
         inv_freq = llama3_scaling(config.rope_theta ** -half, **config.rope_scaling or {})
-        angle = torch.outer(torch.arange(config.block_size).float(), inv_freq)
+        # Drafts that go beyond the context are dropped later, but they need an angle.
+        angle = torch.outer(torch.arange(config.block_size + BEYOND).float(), inv_freq)
         self.register_buffer("cos", torch.cat([angle.cos(), angle.cos()], dim=-1), persistent=False)
         self.register_buffer("sin", torch.cat([-angle.sin(), angle.sin()], dim=-1), persistent=False)
 
@@ -100,13 +104,7 @@ class Block(nn.Module):
             self.k_norm = RMSNorm(c.head_dim, c.norm_eps)
 
     def forward(self, x, cos, sin, attend):
-        q, k, v = self.project(x, cos, sin)
-        x = x + self.out(attend(self.layer, q, k, v).flatten(-2))             # (..., H, D) -> (..., C)
-        gate, up = self.gate_up(self.norm2(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
-
-    def project(self, x, cos, sin):
-        """(..., C) -> q (..., H, D), k and v (..., G, D), with positions applied to q and k."""
+        # 1. q (..., H, D), k and v (..., G, D), with positions applied to q and k.
         c = self.config
         qkv = self.qkv(self.norm1(x)).view(*x.shape[:-1], -1, c.head_dim)     # (..., H + 2G, D)
         qk, v = qkv.split_with_sizes([c.n_head + c.n_kv_head, c.n_kv_head], -2)
@@ -115,7 +113,10 @@ class Block(nn.Module):
             q, k = qk.split_with_sizes(heads, -2)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], -2)
         q, k = rotate(qk, cos, sin).split_with_sizes(heads, -2)                # both in one operation
-        return q, k, v
+        # 2. Attention, then the feed-forward layer.
+        x = x + self.out(attend(self.layer, q, k, v).flatten(-2))             # (..., H, D) -> (..., C)
+        gate, up = self.gate_up(self.norm2(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
 
 
 def body(module, rope, x, positions, attend, feature_layers=()):

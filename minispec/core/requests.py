@@ -78,10 +78,10 @@ class Request:
         """Stop here; the generated tokens stay."""
         self.generation.finish = self.generation.finish or "cancelled"
 
-    def commit(self, segment, path, token, proposer):
+    def commit(self, segment, path, token):
         """Append a round's tokens: the accepted drafts, which are the rows `path` of a verified segment, then
-        `token`; cut at the end of text and at the length limit. Returns the appended tokens. proposer "": the
-        first token after a prompt, which is no round."""
+        `token`; cut at the end of text and at the length limit. Returns the appended tokens. The first token
+        after a prompt is no round."""
         g = self.generation
         tokens = [segment.drafts[row - 1] for row in path] + [token]
         accepted = len(path)
@@ -97,9 +97,9 @@ class Request:
         # 2. The record. Drafts after the end do not count.
         if len(kept) <= accepted:
             proposed = accepted = len(kept)
-        if proposer:
+        if segment.kind == "verify":
             drafted = len(segment.drafts) - segment.lookup
-            g.rounds.append(Round(len(g.token_ids), proposed, accepted, len(kept), proposer,
+            g.rounds.append(Round(len(g.token_ids), proposed, accepted, len(kept), segment.proposer,
                                 self.spent["draft"], self.spent["verify"], drafted, segment.lookup))
         self.spent = dict.fromkeys(self.spent, 0.0)
         # 3. Accepted drafts come first; one token of the target follows them.
@@ -150,6 +150,7 @@ class Segment:
     chains: list = None                  # of a tree, for rejection: pairs (rows, q), see verify.rejection
     lookup: int = 0                      # of a tree, how many of its last drafts are prompt-lookup tokens
     select: object = None                # of a tree under the rule `selection`: see specdiff.best_path
+    proposer: str = ""                   # the name shown beside its drafts
     features: torch.Tensor = None        # (n, (F + 1) * C) the target's states of the rows, for drafters
 
     @property
@@ -185,6 +186,20 @@ class Segment:
         return max(depth.values())
 
 
+def pack(segments, device, per_request=None, options=()):
+    """The rows of a list of Segments, in order, as a Batch."""
+    tokens = torch.tensor([token for s in segments for token in s.tokens], device=device)
+    positions = torch.tensor([position for s in segments for position in s.positions], device=device)
+    # The first and last row of each request.
+    ends = list(accumulate(len(s.tokens) for s in segments))
+    spans = list(zip([0, *ends], ends, [s.keys for s in segments]))
+    per_request = {name: table.to(device) for name, table in (per_request or {}).items()}
+    features = None
+    if segments[0].features is not None:
+        features = torch.cat([s.features for s in segments])
+    return Batch(tokens, positions, spans, features, per_request, options)
+
+
 @dataclass
 class Batch:
     """Rows of several requests, packed for torch's operators (kernels.graphs.Inputs for the kernels): tokens
@@ -205,27 +220,14 @@ class Batch:
         """Every row sees the keys of its own request."""
         return packed_attend(self.segments, self.tokens.device)
 
-    def next_rows(self, number, tokens, positions, sees=None):
-        """The rows of draft step `number` = 2, 3, ..: tokens (n, w) are the newest ones of n requests, at
-        positions (n * w,). sees (n, w, m): of a tree, which of the last m rows each row sees."""
+    def next_rows(self, number, tokens, sees=None):
+        """The rows of draft step `number` = 2, 3, ..: tokens (n, w) are the newest ones of n requests, one
+        position further. sees (n, w, m): of a tree, which of the last m rows each row sees."""
         w = tokens.shape[1]
+        positions = (self.per_request["ends"] + number - 2).repeat_interleave(w)
         masks = [None] * len(tokens) if sees is None else sees
         spans = []
         for i, (mask, (_, _, before)) in enumerate(zip(masks, self.segments)):
             keys = FullKeys(before.cache, before.blocks, before.start + before.n, w, tail=mask)
             spans.append((i * w, (i + 1) * w, keys))
         return Batch(tokens.flatten(), positions, spans, None, self.per_request, self.options)
-
-
-def pack(segments, device, per_request=None, options=()):
-    """The rows of a list of Segments, in order, as a Batch."""
-    tokens = torch.tensor([token for s in segments for token in s.tokens], device=device)
-    positions = torch.tensor([position for s in segments for position in s.positions], device=device)
-    # The first and last row of each request.
-    ends = list(accumulate(len(s.tokens) for s in segments))
-    spans = list(zip([0, *ends], ends, [s.keys for s in segments]))
-    per_request = {name: table.to(device) for name, table in (per_request or {}).items()}
-    features = None
-    if segments[0].features is not None:
-        features = torch.cat([s.features for s in segments])
-    return Batch(tokens, positions, spans, features, per_request, options)

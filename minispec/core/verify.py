@@ -87,61 +87,60 @@ class Sampling:
         return TARGET if self.rule == "coupled" else OWN
 
 
-def warp(logits, sampling):
-    """logits (..., V) -> probabilities (..., V) in fp32 after temperature, then top-k, then top-p.
+# -- a batch of requests -------------------------------------------------------------------------------------
 
-    Temperature 0 gives the softmax, whose largest is the choice. top-p keeps the smallest set of most likely
-    tokens that reaches top_p.
-    """
-    logits = logits.float()
-    if sampling.temperature == 0:
-        return logits.softmax(-1)
-    logits = logits / sampling.temperature
-    if 0 < sampling.top_k < logits.shape[-1]:
-        kth = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
-        logits = logits.masked_fill(logits < kth, float("-inf"))
-    probs = logits.softmax(-1)
-    if sampling.top_p < 1:
-        sorted_, order = probs.sort(dim=-1, descending=True, stable=True)
-        before = sorted_.cumsum(-1) - sorted_                        # mass of the more likely tokens
-        kept = sorted_.masked_fill(before >= sampling.top_p, 0.0)
-        probs = torch.zeros_like(probs).scatter_(-1, order, kept)
-        probs = probs / probs.sum(-1, keepdim=True)
-    return probs
+def verify(segments, logits):
+    """Apply its acceptance rule to each of `segments`, which fed a committed token and the drafts after it.
+    logits (n, V): of all these rows, one segment after the other.
 
-
-def argmax(logits):
-    """The argmax (...) of logits (..., V), in fp32, because in bf16 it takes a CPU six times as long."""
-    return logits.float().argmax(-1)
+    Returns [(path, token)]: the rows of the accepted drafts (1 .. a of a chain), and the token that follows
+    them."""
+    verdicts = []
+    rows = logits.split([len(s.drafts) + 1 for s in segments])
+    for s, own, best in zip(segments, rows, choose(segments, rows)):
+        sampling = s.request.sampling
+        if s.drawn:
+            chains = [(path, q and q()) for path, q in s.drawn]
+            verdicts.append(rejection(chains, s.drafts, warp(own, sampling), coins(s)))
+            continue
+        parents = s.above
+        if s.select and s.drafts and sampling.rule == "selection" and sampling.temperature > 0:
+            kept = s.select(s.drafts, parents, warp(own, sampling))
+            parents = [parent if row in kept else None for row, parent in enumerate(parents, 1)]
+        verdicts.append(verify_tree(s.drafts, parents, best))
+    return verdicts
 
 
-def check_numbers(logits):
-    """ValueError if a logit is not finite, because then no token can be chosen. Waits for a GPU."""
-    # A sum takes a tenth of the time of isnan.
-    if not math.isfinite(logits.sum()):
-        raise ValueError("the logits of the model must be numbers, got NaN: its weights are damaged, or too "
-                         "large for this --dtype")
+def choose(segments, logits, drafting=False):
+    """The choices in the last n rows of each of `segments` (requests.Segment): a list of n tokens each.
+    logits: (n, V) of each. drafting: the logits are a drafter's, and its choices are drafts."""
+    groups = {}                                          # settings -> indices of segments
+    for i, s in enumerate(segments):
+        sampling = s.request.sampling.drafting if drafting else s.request.sampling
+        groups.setdefault(sampling.settings, []).append(i)
+    choices = [None] * len(segments)
+    for sampling, group in groups.items():
+        streams, positions = [], []
+        for i in group:
+            s, n = segments[i], len(logits[i])
+            streams += [stream(s.request.sampling.seed, sampling.lane if drafting else TARGET)] * n
+            positions += [position + 1 for position in s.positions[-n:]]
+        rows = torch.cat([logits[i] for i in group])
+        best = scores(rows, sampling, streams, positions).argmax(-1).tolist()
+        for i in group:
+            n = len(logits[i])
+            choices[i], best = best[:n], best[n:]
+    return choices
 
 
-def draw(weights, coin):
-    """Tokens (...) from weights (..., V), which need not sum to one, by inverse transform of coins (...) in
-    [0, 1)."""
-    # fp64: with a large V, fp32 sums lose the tail
-    total = weights.double().cumsum(-1)
-    end = total[..., -1]
-    # Rounding must not lead past the last token that has weight.
-    target = torch.minimum(coin.double() * end, end.nextafter(torch.zeros_like(end)))
-    return torch.searchsorted(total, target[..., None], right=True)[..., 0]
+def coins(segment):
+    """Coins (n + 1,) for rejection, different in every round of a request."""
+    n = len(segment.drafts) + 1
+    place = np.arange(n) + (segment.start << 10)         # a round has fewer drafts than that
+    return uniform(stream(segment.request.sampling.seed, COINS), place, 1)[:, 0]
 
 
-def scores(logits, sampling, streams, positions):
-    """Numbers (n, V) for rows of logits (n, V): the largest of a row is the token at its position, positions
-    (n,), with the noise of its stream, streams (n,)."""
-    if sampling.temperature == 0:
-        return logits.float()
-    p = warp(logits, sampling)
-    return p / noise(np.array(streams), np.array(positions), p.shape[-1], device=p.device)
-
+# -- the rules, for one request ------------------------------------------------------------------------------
 
 def verify_tree(draft, parents, best):
     """The walk. draft: n token ids; parents: the parent row of each; best: the target's choice in each of the
@@ -204,54 +203,59 @@ def graft(chain, tokens, parents):
     return rows
 
 
-# -- a batch of requests -------------------------------------------------------------------------------------
+# -- from logits to tokens -----------------------------------------------------------------------------------
 
-def choose(segments, logits, drafting=False):
-    """The choices in the last n rows of each of `segments` (requests.Segment): a list of n tokens each.
-    logits: (n, V) of each. drafting: the logits are a drafter's, and its choices are drafts."""
-    alike = {}                                           # settings -> indices of segments
-    for i, s in enumerate(segments):
-        how = s.request.sampling.drafting if drafting else s.request.sampling
-        alike.setdefault(how.settings, []).append(i)
-    choices = [None] * len(segments)
-    for how, group in alike.items():
-        streams, positions = [], []
-        for i in group:
-            s, n = segments[i], len(logits[i])
-            streams += [stream(s.request.sampling.seed, how.lane if drafting else TARGET)] * n
-            positions += [position + 1 for position in s.positions[-n:]]
-        rows = torch.cat([logits[i] for i in group])
-        best = scores(rows, how, streams, positions).argmax(-1).tolist()
-        for i in group:
-            n = len(logits[i])
-            choices[i], best = best[:n], best[n:]
-    return choices
+def scores(logits, sampling, streams, positions):
+    """Numbers (n, V) for rows of logits (n, V): the largest of a row is the token at its position, positions
+    (n,), with the noise of its stream, streams (n,)."""
+    if sampling.temperature == 0:
+        return logits.float()
+    p = warp(logits, sampling)
+    return p / noise(np.array(streams), np.array(positions), p.shape[-1], device=p.device)
 
 
-def coins(segment):
-    """Coins (n + 1,) for rejection, different in every round of a request."""
-    n = len(segment.drafts) + 1
-    place = np.arange(n) + (segment.start << 10)         # a round has fewer drafts than that
-    return uniform(stream(segment.request.sampling.seed, COINS), place, 1)[:, 0]
+def warp(logits, sampling):
+    """logits (..., V) -> probabilities (..., V) in fp32 after temperature, then top-k, then top-p.
+
+    Temperature 0 gives the softmax, whose largest is the choice. top-p keeps the smallest set of most likely
+    tokens that reaches top_p.
+    """
+    logits = logits.float()
+    if sampling.temperature == 0:
+        return logits.softmax(-1)
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        kth = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    probs = logits.softmax(-1)
+    if sampling.top_p < 1:
+        sorted_, order = probs.sort(dim=-1, descending=True, stable=True)
+        before = sorted_.cumsum(-1) - sorted_                        # mass of the more likely tokens
+        kept = sorted_.masked_fill(before >= sampling.top_p, 0.0)
+        probs = torch.zeros_like(probs).scatter_(-1, order, kept)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs
 
 
-def verify(segments, logits):
-    """Apply its acceptance rule to each of `segments`, which fed a committed token and the drafts after it.
-    logits (n, V): of all these rows, one segment after the other.
+def draw(weights, coin):
+    """Tokens (...) from weights (..., V), which need not sum to one, by inverse transform of coins (...) in
+    [0, 1)."""
+    # fp64: with a large V, fp32 sums lose the tail
+    total = weights.double().cumsum(-1)
+    end = total[..., -1]
+    # Rounding must not lead past the last token that has weight.
+    target = torch.minimum(coin.double() * end, end.nextafter(torch.zeros_like(end)))
+    return torch.searchsorted(total, target[..., None], right=True)[..., 0]
 
-    Returns [(path, token)]: the rows of the accepted drafts (1 .. a of a chain), and the token that follows
-    them."""
-    verdicts = []
-    rows = logits.split([len(s.drafts) + 1 for s in segments])
-    for s, own, best in zip(segments, rows, choose(segments, rows)):
-        sampling = s.request.sampling
-        if s.drawn:
-            chains = [(path, q and q()) for path, q in s.drawn]
-            verdicts.append(rejection(chains, s.drafts, warp(own, sampling), coins(s)))
-            continue
-        parents = s.above
-        if s.select and s.drafts and sampling.rule == "selection" and sampling.temperature > 0:
-            kept = s.select(s.drafts, parents, warp(own, sampling))
-            parents = [parent if row in kept else None for row, parent in enumerate(parents, 1)]
-        verdicts.append(verify_tree(s.drafts, parents, best))
-    return verdicts
+
+def argmax(logits):
+    """The argmax (...) of logits (..., V), in fp32, because in bf16 it takes a CPU six times as long."""
+    return logits.float().argmax(-1)
+
+
+def check_numbers(logits):
+    """ValueError if a logit is not finite, because then no token can be chosen. Waits for a GPU."""
+    # A sum takes a tenth of the time of isnan.
+    if not math.isfinite(logits.sum()):
+        raise ValueError("the logits of the model must be numbers, got NaN: its weights are damaged, or too "
+                         "large for this --dtype")

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from minispec import SHIPPED
-from minispec.core.draft_head import DRAFT_VOCAB, feature_layers_of, most_frequent
 from minispec.core.gpt import dense_attend
 from minispec.core.verify import LEAST_TEMPERATURE, Sampling, argmax
 from minispec.tools import checkpoints, training
@@ -28,6 +27,7 @@ from minispec.tools.files import naming, read_rows, read_tensors
 OWN = "own"                 # among prompt files: the prompts that the target writes itself
 LONGEST = 1536              # tokens of a training text; longer ones are cut
 LOGITS = 4096               # rows whose logits are computed at a time
+DRAFT_VOCAB = 4000          # default; a target with fewer tokens needs no draft vocabulary
 GROUP = 256                 # rows sorted by length at a time
 ROUND = 16                  # padded lengths are a multiple of this, so that few shapes occur
 # The settings of `add_answers`, which a training hands on.
@@ -82,6 +82,25 @@ def parsed(parser):
         if file != OWN:
             read_rows(file)
     return args
+
+
+# -- choices from the target and its answers -----------------------------------------------------------------
+
+def feature_layers_of(config):
+    """The numbers of a low and a middle layer. With the final states they are the input of EAGLE-3
+    (2503.01840)."""
+    return tuple(sorted({config.n_layer // 10, config.n_layer // 2}))
+
+
+def most_frequent(answers, n, vocab_size):
+    """The n tokens (n,) that occur most in answers (lists of ids); None, which means all, where n is 0 or no
+    fewer than there are."""
+    if not 0 < n < vocab_size:
+        return None
+    tokens = torch.tensor([token for answer in answers for token in answer], dtype=torch.long)
+    # Then the first tokens that never occur: byte-level BPE numbers its tokens from frequent to rare.
+    counts = torch.bincount(tokens, minlength=vocab_size)
+    return counts.argsort(descending=True, stable=True)[:n]
 
 
 # -- texts ---------------------------------------------------------------------------------------------------

@@ -278,9 +278,10 @@ class Onlooker(SyncScheduler):
     """Records the drafts, noted = {request: {output tokens so far: drafts}}, and verifies none of them."""
     noted = None
 
-    def _verify(self, request, drafts, *_):
-        self.noted[request][len(request.generation.token_ids)] = drafts
-        return super()._verify(request, [], None)
+    def schedule(self, ready):
+        for s in super().schedule(ready):
+            self.noted[s.request][len(s.request.generation.token_ids)] = s.drafts
+        return SyncScheduler(self.engine).schedule(ready)
 
 
 def traces_of(drafters, model, texts, k_max):
