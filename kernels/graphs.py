@@ -109,9 +109,9 @@ class Graphs:
     inputs and on fixed tensors, and must be idempotent (a capture runs it more than once).
 
     engine: its `warm_up` gets the seconds of compilation and capture. cache: a KVCache with a spare block,
-    for pad rows. batch, longest: most requests, and most positions of
-    each. widest: most positions that a scheduler selects (0: none, and no scores). group = H / G. features: F
-    of Inputs.features. per_request: zeros of the shapes of Inputs.per_request."""
+    for pad rows. batch, longest: most requests, and most positions of each. widest: most positions that a
+    scheduler selects (0: none, and no scores). group = H / G. features: F of Inputs.features. per_request:
+    zeros of the shapes of Inputs.per_request."""
     engine: object
     function: object
     cache: object
