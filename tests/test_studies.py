@@ -251,18 +251,20 @@ def test_tau_is_tokens_per_round_next_to_eagles(monkeypatch, shipped):
 
 
 def test_drafters_of_both_kinds_are_compared_on_the_same_prompts(toy, tmp_path, monkeypatch):
-    """The same drafter twice, and one of another kind; other folders are not drafters."""
+    """Each with the first one of its group: the same drafter twice, then one of another kind in a group of its
+    own; other folders are not drafters."""
     monkeypatch.setattr(drafters, "NEW", 12)
     args, target, tokenizer = toy
-    for name, folder in (("a", "prism"), ("b", "prism"), ("c", "specdiff"), ("d", "target")):
+    for name, folder in (("x/a", "prism"), ("x/b", "prism"), ("y/c", "specdiff"), ("y/d", "target")):
         shutil.copytree(tmp_path / folder, tmp_path / "arms" / name)
     args.drafter = str(tmp_path / "arms")
     monkeypatch.setattr(methods, "folder_of", lambda name, settings: settings.drafter)
     found = drafters.arms(args, target, tokenizer)
     rows = {(r["temperature"], r["method"]): r for r in found["rows"] if r["workload"] == "all"}
-    assert list(rows) == [(t, name) for t in (0, 0.7) for name in "abc"]
+    assert list(rows) == [(t, name) for t in (0, 0.7) for name in ("x: a", "x: b", "y: c")]
     for t in (0, 0.7):
-        assert rows[t, "a"] == {**rows[t, "b"], "method": "a"} and rows[t, "b"]["ratio_range"] == [1, 1]
+        assert rows[t, "x: a"] == {**rows[t, "x: b"], "method": "x: a"} and rows[t, "x: b"]["ratio_range"] == [1, 1]
+        assert rows[t, "y: c"]["ratio"] == 1
     args.drafter = str(tmp_path)
     monkeypatch.setattr(drafters.methods, "TRAINED", {})
     with refused("arms needs trained drafters"):

@@ -1,7 +1,7 @@
 """How good trained drafters are, whatever a forward costs: tokens committed per round, by workload.
 
     tau       the drafters of this target, with chains of five drafts
-    arms      the same for the drafters of other trainings, in folders --drafter/NAME
+    arms      the same for the drafters of other trainings, in folders --drafter/GROUP/NAME
     chains    SpecDiff with one to eight chains of five drafts, and self-selection
 """
 from itertools import product
@@ -29,12 +29,14 @@ def tau(args, model, tokenizer):
 
 
 def arms(args, model, tokenizer):
-    """The drafters in the folders --drafter/NAME; they may be of different kinds."""
+    """The drafters in the folders --drafter/GROUP/NAME, each next to the first one of its group. They may be
+    of different kinds."""
     drafters = {}
-    for file in sorted(Path(args.drafter or "").glob("*/config.json")):
+    for file in sorted(Path(args.drafter or "").glob("*/*/config.json")):
+        group, name = file.parts[-3:-1]
         kind = drafter_files.kind_of(file.parent)
         if kind in methods.TRAINED:
-            drafters[file.parent.name] = (kind, str(file.parent))
+            drafters[f"{group}: {name}"] = (kind, str(file.parent))
     return compare("arms", drafters, 2, args, model, tokenizer)
 
 
@@ -46,9 +48,9 @@ def chains(args, model, tokenizer):
 
 def compare(study, drafters, n, args, model, tokenizer, rule="coupled"):
     """tau of {name: (method with options, folder)} on n problems of each workload, with five drafts a chain
-    in every round."""
+    in every round. A name may begin with a group and a colon."""
     if not drafters:
-        raise ValueError(f"{study} needs trained drafters; those of arms are in folders --drafter/NAME")
+        raise ValueError(f"{study} needs trained drafters; those of arms are in folders --drafter/GROUP/NAME")
     problems = sum(problems_of(tokenizer, 1 if args.quick else n, args.data).values(), [])
     cells = list(product(TEMPERATURES, drafters))
 
@@ -60,14 +62,16 @@ def compare(study, drafters, n, args, model, tokenizer, rule="coupled"):
 
     found = dict(zip(cells, each_kept(study, args, model, cells, measured, drafters=list(drafters))))
     rows = []
-    base, *_ = drafters
+    first = {name.rpartition(":")[0]: name for name in reversed(drafters)}                 # of each group
     workloads = *dict.fromkeys(p.family for p in problems), "all"
     for temperature, workload, name in product(TEMPERATURES, workloads, drafters):
         some = [i for i, p in enumerate(problems) if workload in (p.family, "all")]
+        base = first[name.rpartition(":")[0]]
         own, others = (np.array(found[temperature, one])[some] for one in (name, base))
         about = {"workload": workload, "temperature": temperature, "method": name}
         rows.append({**about, **figures(own, others)})
-    columns = {**TAU, f"next to {base} (95 %)": "{ratio:.3f} ({ratio_range[0]:.3f}-{ratio_range[1]:.3f})"}
+    head = f"next to {' or '.join(sorted(first.values()))} (95 %)"
+    columns = {**TAU, head: "{ratio:.3f} ({ratio_range[0]:.3f}-{ratio_range[1]:.3f})"}
     return {"rows": rows, "table": table(rows, columns),
             "short": table([x for x in rows if x["workload"] == "all"], columns)}
 
