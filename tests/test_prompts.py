@@ -32,12 +32,14 @@ STEPS = "\nPlease reason"
 ROWS = [    # row, family, beginning of the prompt, answer, right texts, wrong texts
     (GSM8K, "gsm8k", "2+2?\n", "1004", ["so 7 and then $1,004.00.", "= 1004"],
      ["1004 or 5", "", "none", "100.4", "-1004", "9" * 10_000]),
-    (MATH_500, "math", "Half?" + STEPS, "", [], []),
-    (MATH, "math", "Set?" + STEPS, "", [], []),
-    ({**MATH, "answer": "-1,234.5"}, "math", "Set?" + STEPS, "-1234.5", ["\\boxed{-1234.5}"],
-     ["1234.5", "-1,235"]),
+    (MATH_500, "math", "Half?" + STEPS, "\\frac{1}{2}",
+     ["\\boxed{3} no, $\\boxed{\\dfrac{1}{2}}$", "\\frac12", "\\boxed{\\tfrac 1 2}",
+      "\\boxed{3} or \\fbox{\\frac{1}{2}}"],
+     ["\\boxed{\\frac{1}{3}}", "\\boxed{2}", "half", "\\boxed{0.5}", "\\boxed{1/2}", "\\boxed{1e99999999}"]),
+    (MATH, "math", "Set?" + STEPS, "\\left\\{1, \\sqrt2\\right\\}", ["\\boxed{\\{1,\\sqrt{2}\\}}"],
+     ["\\boxed{\\{1\\}}", "\\boxed{"]),
     ({"prompt": "How many? \\boxed{}", "answer": 33}, "prompt", "How many? \\boxed{}\n", "33",
-     ["\\boxed{033}", "33", "the 33.0"], ["\\boxed{3}", "33 or 1e99999999"]),
+     ["\\boxed{033}", "33"], ["\\boxed{3}", "the 33", "\\boxed{33.0}"]),
     ({"ID": "2024-I-1", "Problem": "How?", "Solution": "..", "Answer": "025"}, "math", "How?" + STEPS, "025",
      ["\\boxed{25}"], ["\\boxed{26}"]),
     (EVAL, "humaneval", "from math import pi\n", "", [], []),
@@ -84,6 +86,30 @@ def test_code_is_never_run(toy, tmp_path):
     outcome(decode, f"--model {toy} --prompts {tmp_path}/p.jsonl --max-new-tokens 5 --json {out}")
     assert [x["correct"] for x in json.loads(out.read_text())["requests"]] == [None, None]
     assert not left.exists()
+
+
+MATRIX = "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}"
+
+
+@pytest.mark.parametrize("a, b, same", [
+    ("x^{2}", "x^2", True), ("\\text{Evelyn}", "Evelyn", True), ("\\$18.90", "$18.90", True),
+    ("\\left( 3, \\frac{\\pi}{2} \\right)", "(3,\\dfrac{\\pi}{2})", True), ("10,\\!080", "10,080", True),
+    ("6 - 5i", "6-5i", True), ("p - q\\;", "p-q", True), ("(1, 234)", "(1234)", False),
+    ("\\frac{1}{23}", "\\frac{12}{3}", False), ("\\leftarrow", "arrow", False), ("1e99999999", "1", False),
+    ("1,234", "1234", False), ("9" * 10_000, "9", False),
+    (MATRIX, MATRIX.replace(" ", ""), True),             # the row break stays
+    (MATRIX, "\\begin{pmatrix} 12 \\end{pmatrix}", False),
+    (MATRIX, "\\begin{pmatrix} 1 \\2 \\end{pmatrix}", False)])
+def test_answers_of_math_are_compared_as_text(a, b, same):
+    assert (prompts.normal(a) == prompts.normal(b)) is same
+
+
+@pytest.mark.parametrize("text, content", [
+    ("\\boxed{1} then \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"), ("\\boxed{1} then \\fbox{2}", "2"),
+    ("\\boxed{\\{x : x > 1 \\}}", "\\{x : x > 1 \\}"), ("\\boxed{1", None), ("none", None),
+    ("\\boxed{\\left\\{ 1 \\right.} so {", "\\left\\{ 1 \\right.")])
+def test_the_last_box_counts_with_the_braces_in_it(text, content):
+    assert prompts.boxed(text) == content
 
 
 # What a file holds, part of the line.
@@ -214,6 +240,9 @@ def test_the_next_prompt_of_every_family(family, names, answer, want):
 def test_special_tokens_of_a_prompt_stay_text():
     """Also if template and text together spell a name, or if names overlap."""
     t = Tokenizer.load(TARGET)
+    said = {"role": "assistant", "content": t.encode("x\ue000<|eos|>")}
+    shown = t.decode(t.chat_ids([t.asked("a"), said]))
+    assert shown == "<|bos|><|prompt|>a<|think|>x\ue000<|eos|><|eos|>"
     for text in ("<|eos|>", "a<|eos|><|think|>b", "<|<|eos|>eos|>", "\ue000<|eos|>"):
         ids = t.prompt_ids(text)
         assert t.decode(ids) == f"<|bos|><|prompt|>{text}<|think|>"

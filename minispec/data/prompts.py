@@ -1,16 +1,17 @@
-"""Real prompts: one loader for the public formats.
+"""Real prompts: one loader for the public formats, and a checker for each kind of answer.
 
-    format                 fields
-    GSM8K                  question, answer (ends in "#### 18")
-    MATH-500, MATH, AIME   problem or prompt, answer
-    HumanEval              prompt, test, entry_point
-    MBPP, sanitized MBPP   text or prompt, test_list
-    MT-bench, Spec-Bench   turns, category, reference
-    Alpaca, Dolly          instruction, input or context
+    format                 fields                                    checked by
+    GSM8K                  question, answer (ends in "#### 18")      the last number of the text
+    MATH-500, MATH         problem, answer or solution               the last \\boxed{}, after `normal`
+    AIME                   prompt or problem, answer                 the same
+    HumanEval              prompt, test, entry_point                 nothing: the tests would have to be run
+    MBPP, sanitized MBPP   text or prompt, test_list                 nothing
+    MT-bench, Spec-Bench   turns, category, reference                the last number, if the reference has one
+    Alpaca, Dolly          instruction, input or context             nothing
 
 A file is JSON lines or one JSON array of objects; it may be gzipped (.gz) and begin with a byte-order mark.
-Any other object with a prompt, question or instruction is read too. The first of several turns is asked. An
-answer that is a number is compared with the last number of a text; others are not checked.
+Any other object with a prompt, question or instruction is read too; its `answer` is compared like MATH's. The
+first of several turns is asked.
 
 PROMPT_FILES has the sources of the files with a name. The others are at huggingface.co/datasets/
 HuggingFaceH4/MATH-500, github.com/google-research/google-research (mbpp) and github.com/lm-sys/FastChat
@@ -20,7 +21,6 @@ The papers use HumanEval and MBPP to measure speed. Code of a model is not run: 
 """
 import os
 import re
-from pathlib import Path
 
 from minispec import ROOT
 from minispec.data.tasks import Problem
@@ -58,7 +58,6 @@ STORY_QUESTIONS = (
     "What do you think happens next in this story?",
     "What could this story teach a child?",
 )
-NUMBER = r"(?:(?<![\w)])-)?\d+(?:,\d{3})*(?:\.\d+)?"        # a minus, thousands' commas, decimals
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -66,7 +65,8 @@ BOXED = "Please reason step by step, and put your final answer within \\boxed{}.
 
 def story():
     """The three chapters."""
-    return Path(STORY).read_text("utf-8")
+    with open(STORY, encoding="utf-8") as f:
+        return f.read()
 
 
 def load_named(name, data=None):
@@ -91,7 +91,7 @@ def load_prompts(file):
 
 
 def problem_of(row):
-    """The Problem of one object; facts["id"] is the object's id."""
+    """The Problem of one object; facts["check"] is the kind of check, facts["id"] the object's id."""
     row = {name.lower(): value for name, value in row.items() if value is not None}
     # The prompt is in the first of FIELDS that is there; the first one of several turns.
     turns = next((row[name] for name in FIELDS if row.get(name)), None)
@@ -99,7 +99,7 @@ def problem_of(row):
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError("no text under " + ", ".join(f"'{name}'" for name in FIELDS))
     prompt, answer = prompt.rstrip("\n"), row.get("answer", "")
-    family = "prompt"
+    family, think, check = "prompt", "", "math"
     # 1. The format.
     if "entry_point" in row:
         family = "humaneval"
@@ -116,6 +116,7 @@ def problem_of(row):
         answer = answer if "\n#### " in str(answer) else ""
     elif "problem" in row:
         family = "math"
+        answer = row.get("answer", boxed(row.get("solution", "")) or "")
         if "\\boxed" not in prompt:
             prompt += "\n" + BOXED
     elif about := row.get("input") or row.get("context"):
@@ -123,27 +124,57 @@ def problem_of(row):
     # 2. The answer.
     if isinstance(answer, (bool, list, dict)):
         raise ValueError("'answer' must be a text or a number")
-    # GSM8K: a chain of thought, with <<calculator>> marks that are removed, and the final answer.
-    think, mark, answer = re.sub(r"<<.*?>>", "", str(answer)).rpartition("\n#### ")
-    if mark:
+    answer = str(answer)
+    if "\n#### " in answer:
+        # GSM8K: a chain of thought, with <<calculator>> marks that are removed, and the final answer.
+        think, _, answer = re.sub(r"<<.*?>>", "", answer).rpartition("\n#### ")
         think += "\n"
-        family = family if "turns" in row else "gsm8k"
-    answer = answer.strip()
-    if not re.fullmatch(NUMBER, answer):
-        answer = ""
+        answer = answer.strip().replace(",", "")
+        check = "number"
+        if "turns" not in row:
+            family = "gsm8k"
     # id, task_id, question_id or unique_id.
-    facts = {"id": next((row[name] for name in row if name.endswith("id")), "")}
-    return Problem(family, prompt + "\n", think, answer.replace(",", ""), facts)
+    facts = {"check": check, "id": next((row[name] for name in row if name.endswith("id")), "")}
+    return Problem(family, prompt + "\n", think, answer, facts)
 
 
 # -- checking ------------------------------------------------------------------------------------------------
 
 def check(problem, text):
-    """Whether a text solves a problem from a file; None if the file has no number to compare with."""
-    return last_number(text) == float(problem.answer) if problem.answer else None
+    """Whether a text solves a problem from a file; None if the file has no answer to compare with."""
+    if not problem.answer:
+        return None
+    if problem.facts["check"] == "number":
+        return last_number(text) == last_number(problem.answer)
+    return normal(boxed(text) or text) == normal(problem.answer)
 
 
 def last_number(text):
     """The last number of a text, with or without thousands' commas, or None."""
-    numbers = re.findall(NUMBER, text)
+    numbers = re.findall(r"(?:(?<![\w)])-)?\d+(?:,\d{3})*(?:\.\d+)?", text)
     return float(numbers[-1].replace(",", "")) if numbers else None
+
+
+# A text with closed braces, nested at most four deep; \{ and \} do not count.
+CLOSED = r"(?:\\.|[^{}\\])*"
+for _ in range(4):
+    CLOSED = r"(?:\\.|[^{}\\]|\{%s\})*" % CLOSED
+
+
+def boxed(text):
+    """The content of the last \\boxed{..} or \\fbox{..} of a text, or None."""
+    found = re.findall(r"\\(?:boxed|fbox)\{(%s)\}" % CLOSED, text)
+    return found[-1] if found else None
+
+
+# Marks that change only the look; group 1 is the text of \text, group 2 a character in braces. A row break \\
+# of a matrix is kept.
+LOOKS = (r"\\text\{([^{}]*)\}|(?<!\\)\{(\w)\}|(?<=\\)[dt](?=frac)|\\(?:left|right)(?![a-zA-Z])"
+         r"|(?<!\\)\\[!,;]|\\?\$|^0+(?=\d)")
+
+
+def normal(answer):
+    """An answer of MATH without marks that change only its look: spaces, \\left, \\right, \\!, \\,, \\;, $,
+    \\text, the d or t of \\dfrac and \\tfrac, braces around one character, leading zeros. Answers are
+    compared as text: 0.5 is not \\frac{1}{2}, so a right answer can be missed, but no wrong one accepted."""
+    return re.sub(LOOKS, r"\1\2", "".join(answer.split()))

@@ -40,7 +40,7 @@ def verdict(problem, generation, tokenizer):
     """True or False if the problem has an answer to check, else None. Only the puzzle models mark the answer
     of a procedural problem; prompts.py checks problems from files."""
     text = tokenizer.answer_text(generation.token_ids)
-    if "id" in problem.facts:
+    if "check" in problem.facts:
         return prompts.check(problem, text)
     if problem.answer and tokenizer.is_puzzle_model:
         return tasks.check(problem, text)

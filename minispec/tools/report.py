@@ -94,8 +94,7 @@ def table(r):
     if "schedule" in r:
         lines += schedule_lines(r["schedule"])
     if r["correct"] is not None:
-        checked = sum(one["correct"] is not None for one in r["requests"])
-        lines.append(f"answer: {r['correct']} of {checked} correct")
+        lines.append(f"answer: {r['correct']} of {len(r['requests'])} correct")
     if "busy" in r:
         lines.append(r["busy"])
     return "\n".join(lines)
