@@ -70,8 +70,8 @@ def compare(study, drafters, n, args, model, tokenizer, rule="coupled"):
         own, others = (np.array(found[temperature, one])[some] for one in (name, base))
         about = {"workload": workload, "temperature": temperature, "method": name}
         rows.append({**about, **figures(own, others)})
-    head = f"next to {' or '.join(sorted(first.values()))} (95 %)"
-    columns = {**TAU, head: "{ratio:.3f} ({ratio_range[0]:.3f}-{ratio_range[1]:.3f})"}
+    other = first.get("", "the first of its group")
+    columns = {**TAU, f"next to {other} (95 %)": "{ratio:.3f} ({ratio_range[0]:.3f}-{ratio_range[1]:.3f})"}
     return {"rows": rows, "table": table(rows, columns),
             "short": table([x for x in rows if x["workload"] == "all"], columns)}
 
