@@ -182,8 +182,8 @@ def run(args, model, tokenizer):
     minute, and ratios do not. The answers of diffusion models differ from the target's, so these models are
     compared by tokens/s. `dlm` takes a whole forward per token, so it gets one request of each workload.
 
-    The number of drafts per round is the best one for the batch by the cost table, unless --k gives it.
-    Trained drafters end a chain when they are unsure.
+    Prompt lookup and the small model have the best number of drafts per round for the batch by the cost table,
+    unless --k gives it. Trained drafters have their own depth, and end a chain when they are unsure.
     """
     how = size(args, tokenizer)
     names = suitable(args, model)
