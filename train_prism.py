@@ -19,6 +19,7 @@ tokens that a round with chains would commit.
 """
 import minispec  # noqa: F401  before torch: it tunes the allocator
 from minispec import prism
+from minispec.core.requests import MAX_K
 from minispec.data.recorded import DrafterRun, add_arguments, begin, feature_layers_of, parsed
 from minispec.tools import drafter_files
 from minispec.tools.script import Parser, run_main
@@ -49,6 +50,8 @@ def parse_args():
     p.add_argument("--unroll", type=int, default=5, help="draft steps in the loss (default %(default)s)")
     p.set_defaults(lr=None)
     args = parsed(p)
+    if args.unroll > MAX_K:
+        raise ValueError(f"unroll {args.unroll} is out of range; allowed is 1 to {MAX_K} draft steps")
     if args.lr is None:
         args.lr = LR / 3 if args.init else LR
     return args

@@ -237,7 +237,7 @@ def test_end_of_text_inside_accepted_drafts(name):
                 assert s.accepted <= s.proposed * (name != "ar") and s.committed - s.accepted in (0, 1)
 
 
-@pytest.mark.parametrize("name", [*METHODS, *CASES])
+@pytest.mark.parametrize("name", [*METHODS, *CASES, *RANDOM])
 def test_length_limit_is_exact_and_context_may_be_full(name):
     for limit in (1, 2, 6):  # down to fewer drafts than asked for
         room = TARGET.config.block_size - limit
@@ -245,6 +245,12 @@ def test_length_limit_is_exact_and_context_may_be_full(name):
         assert got[:4] == [ids[:limit] for ids in plain(name, 4)] and len(got[4]) == limit
         with refused("exceed the context of 512"):
             run(name, [[1] * (room + 1)], max_new=limit)
+    # Neighbours draft on when it has no room left.
+    full = [[1] * (TARGET.config.block_size - 3)]
+    want = plain(name, 4) + ids_of(make(name, 1).generate(ask(full, 3)))
+    engine = make(name, 5)
+    engine.prefill_chunk = 512
+    assert ids_of(engine.generate(ask(some(name, 4)) + ask(full, 3))) == want
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -492,6 +492,7 @@ def test_prompts_that_the_target_writes(qwen3, short_turns, monkeypatch, tmp_pat
 BAD = """
 prism | --arm ttt9 | invalid choice
 prism | --unroll 0 | unroll 0 is out of range; allowed is 1 or more
+prism | --unroll 33 | unroll 33 is out of range; allowed is 1 to 32 draft steps
 prism | --prompt-file none.jsonl | cannot read none.jsonl: No such file
 prism | --minutes -1 | minutes -1 is out of range
 prism | --target nowhere | cannot read nowhere/config.json

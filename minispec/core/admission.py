@@ -107,9 +107,10 @@ class Admission:
             return False
         # It waits while another request still prefills the beginning that both share.
         n = cache.block
-        alike = [other for other in self.engine.active if other.tokens[:n] == r.tokens[:n]]
-        if scheduler.shares and len(r.tokens) > n and not all(other.is_prefilled for other in alike):
-            return False
+        if scheduler.shares and len(r.tokens) > n:
+            prefilling = [other for other in self.engine.active if not other.is_prefilled]
+            if any(other.tokens[:n] == r.tokens[:n] for other in prefilling):
+                return False
         r.blocks = Allocation()
         if scheduler.shares and not r.n_cached:
             # The last rows are always prefilled: they give the first token, and the recorded scores. At least

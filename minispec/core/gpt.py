@@ -39,7 +39,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, weight, self.eps)
 
 
-BEYOND = 64                 # positions after the end of the context
+BEYOND = 64                 # positions after the end of the context; a round has fewer drafts (MAX_K)
 
 
 def llama3_scaling(inv_freq, factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0,

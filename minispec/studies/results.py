@@ -184,8 +184,7 @@ def identical(a, b):
 def counts_of(engine, requests):
     """[[accepted drafts, committed tokens, rounds]] of each request. No chain ends early. A greedy answer
     ends where it begins to repeat itself; an answer of one token has no round."""
-    if hasattr(engine.scheduler, "drafter"):
-        engine.scheduler.drafter.min_confidence = 0.0
+    engine.scheduler.drafter.min_confidence = 0.0
     answers = loops.generate(engine, requests)
     return [[sum(s.accepted for s in g.rounds), sum(s.committed for s in g.rounds), len(g.rounds)]
             for g in answers]
