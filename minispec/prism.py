@@ -228,7 +228,7 @@ class PrismDrafter(ChainDrafter):
 
     def __init__(self, prism, target, depth=MAX_K, name="prism"):
         if not 1 <= depth <= MAX_K:
-            raise ValueError(f"depth {depth} is out of range; allowed is 1 to {MAX_K} draft steps a round")
+            raise ValueError(f"draft steps must be 1 to {MAX_K} a round, got {depth}")
         super().__init__(prism.config, target, depth)
         self.step = prism.to(target.dtype)               # see ChainDrafter
         self.feature_layers = prism.config.feature_layers

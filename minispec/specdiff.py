@@ -387,7 +387,7 @@ class SpecDiffDrafter(CachedDrafter):
         if gamma is None:
             gamma = drafter.config.gamma
         if not 1 <= gamma <= MAX_K:
-            raise ValueError(f"gamma {gamma} is out of range; allowed is 1 to {MAX_K}")
+            raise ValueError(f"drafts of a window must be 1 to {MAX_K}, got {gamma}")
         if not 1 <= k_drafts <= MAX_NODES // gamma:
             raise ValueError(f"k-drafts {k_drafts} is out of range; allowed is 1 to {MAX_NODES // gamma}")
         if temperature and not LEAST_TEMPERATURE <= temperature <= 100:

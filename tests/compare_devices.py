@@ -26,7 +26,7 @@ from minispec.tools.script import Parser, check_device, run_main  # noqa: E402
 NEW = 40                    # tokens of an answer
 # method and options, as decode.py takes them
 CASES = [
-    "ar", "ngram", "draft", "prism", "prism --tree 15 --depth 6", "eagle",
+    "ar", "ngram", "draft", "prism", "prism --tree 15 --k 6", "eagle",
     "eagle --tree 15 --prompt-lookup 4", "specdiff", "specdiff --k-drafts 4", "specgen",
     "specgen --delayed", "specgen --select pillar",
     "specgen --select window", "specgen --admission offload --cache-tokens 1024",

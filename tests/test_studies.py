@@ -59,7 +59,7 @@ def test_rules_are_compared_on_the_same_prompts(toy, monkeypatch):
         assert x["tau_range"][0] <= x["tau"] <= x["tau_range"][1]
     # The texts of coupled drafts and of their argmax are the same, so the numbers of tokens are, too.
     tokens = {
-        x["rule"]: sum(n for _, n, _ in x["counts"]) for x in rows if x["method"] == "prism --depth 5"
+        x["rule"]: sum(n for _, n, _ in x["counts"]) for x in rows if x["method"] == "prism --k 5"
     }
     assert tokens["coupled"] == tokens["point-mass"]
 
@@ -305,21 +305,31 @@ def test_a_real_models_greedy_answers_end_before_they_loop(monkeypatch, shipped)
 
 
 def test_a_methods_drafts_are_those_of_the_nearest_batch_of_the_price_table(shipped, monkeypatch):
-    best_k = {"1": {"ngram": 8}, "4": {"ngram": 5}, "16": {"ngram": 4}}
+    trained = dict.fromkeys(methods.TRAINED, 3)
+    best_k = {"1": {"ngram": 8, **trained}, "4": {"ngram": 5, **trained}, "16": {"ngram": 4}}
     for batch, k in ((1, 8), (4, 5), (8, 5), (12, 4), (64, 4)):
-        assert run.drafts_for(batch, best_k) == {"ngram": k}
+        assert run.drafts_for(batch, best_k)["ngram"] == k
     assert run.drafts_for(8, {}) == {}
-    # And the study asks for them.
+    # And the engines of the study draft as many.
     asked = []
-    engine_of = lambda name, model, args, batch, k: asked.append((name, batch, k))
-    monkeypatch.setattr(run, "engine_of", engine_of)
+
+    def watched(name, model, args, batch, k):
+        scheduler = engine_of(name, model, args, batch, k=k).scheduler
+        asked.append((name, batch, scheduler.k))
+
+    engine_of = run.engine_of
+    monkeypatch.setattr(run, "engine_of", watched)
     monkeypatch.setattr(run, "read_costs", lambda path: {"about": {"best_k": best_k}})
     build_all = lambda builders, *_: [build() for build in builders.values()]
     monkeypatch.setattr(run, "time_interleaved", build_all)
     monkeypatch.setattr(run, "rows_of", lambda *_: [])
     how = run.Size(8, 1, {1: 1}, {8: 2}, {}, 4, {})
-    run.observe("run", methods.settings(quick=True, data=None, cost=TARGET), *shipped, how, ["ngram"])
-    assert set(asked) == {("ar", 1, None), ("ngram", 1, 8), ("ar", 8, None), ("ngram", 8, 5)}
+    names = ["ngram", *methods.TRAINED]
+    run.observe("run", methods.settings(quick=True, data=None, cost=TARGET), *shipped, how, names)
+    in_batch = {name: k for name, batch, k in asked if batch == 8}
+    assert in_batch == {"ar": 0, "ngram": 5, **trained}
+    # One request alone has the drafter's own number.
+    assert ("ngram", 1, 8) in asked and not {(name, 1, 3) for name in trained} & set(asked)
 
 
 def test_the_short_table_has_both_models_and_marks_the_best_of_the_papers(tmp_path, monkeypatch):

@@ -173,7 +173,7 @@ prism | prism3 | --arm prism3 | prism |
 prism | stack2 | --arm stack2 | eagle | --tree 12
 specdiff | kl | | specdiff |
 specdiff | mdlm | --objective mdlm --blind | specdiff | --rule walk
-specdiff | ce | --objective ce --draft-vocab 500 | specdiff | --gamma 6 --rule selection --k-drafts 4
+specdiff | ce | --objective ce --draft-vocab 500 | specdiff | --k 6 --rule selection --k-drafts 4
 specdiff | streak | --objective streak | specdiff |
 specdiff | log-streak | --objective log-streak | specdiff |
 specdiff | streak-rs | --objective streak-rs | specdiff | --k-drafts 3 --draft-temperature 0.7
@@ -514,10 +514,10 @@ def test_bad_input_of_training_is_named_before_anything_is_written(kind, args, m
 
 BAD_DECODING = f"""
 prism | --tree 1000 | k 1000 is out of range; allowed is 1 to 256 draft tokens a round
-prism | --depth 33 | depth 33 is out of range; allowed is 1 to 32
-specdiff | --gamma 0 | gamma 0 is out of range; allowed is 1 to 32
+prism | --k 33 | draft steps must be 1 to 32 a round, got 33
+specdiff | --k 33 | drafts of a window must be 1 to 32, got 33
 specdiff | --k-drafts 0 | k-drafts 0 is out of range; allowed is 1 to 64
-specdiff | --gamma 16 --k-drafts 17 | k-drafts 17 is out of range; allowed is 1 to 16
+specdiff | --k 16 --k-drafts 17 | k-drafts 17 is out of range; allowed is 1 to 16
 specdiff | --draft-temperature -1 | draft-temperature -1.0 is out of range
 specdiff | --drafter {SHIPPED} | this is not a drafter made by train_specdiff.py
 prism | --model {SHIPPED} | d_model of the drafter must be 256 as in the target, got 32

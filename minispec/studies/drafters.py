@@ -56,7 +56,7 @@ def compare(study, drafters, n, args, model, tokenizer, rule="coupled"):
 
     def measured(temperature, name):
         method, folder = drafters[name]
-        engine = engine_of(method, model, args, 8, drafter=folder, depth=DRAFTS, gamma=DRAFTS)
+        engine = engine_of(method, model, args, 8, drafter=folder, k=DRAFTS)
         sampling = Sampling(temperature, rule=rule)
         return counts_of(engine, requests_of(problems, tokenizer, model, NEW, sampling))
 

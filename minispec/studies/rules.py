@@ -106,12 +106,12 @@ RULES = ("rejection", "coupled", "point-mass")
 TEMPERATURES = (0.65, 1.0)
 DRAFTS = {
     "ngram --k 5": "chain of 5",
-    "prism --depth 5": "chain of 5",
+    "prism --k 5": "chain of 5",
     "prism --tree 8": "tree of 8",
-    "eagle --depth 5": "chain of 5",
+    "eagle --k 5": "chain of 5",
     "eagle --tree 8": "tree of 8",
-    "specdiff --gamma 5": "chain of 5",
-    "specdiff --gamma 4 --k-drafts 2": "tree of 8",
+    "specdiff --k 5": "chain of 5",
+    "specdiff --k 4 --k-drafts 2": "tree of 8",
     "specgen --k 5": "chain of 5",
 }
 

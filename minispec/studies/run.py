@@ -182,8 +182,8 @@ def run(args, model, tokenizer):
     minute, and ratios do not. The answers of diffusion models differ from the target's, so these models are
     compared by tokens/s. `dlm` takes a whole forward per token, so it gets one request of each workload.
 
-    Prompt lookup and the small model have the best number of drafts per round for the batch by the cost table,
-    unless --k gives it. Trained drafters have their own depth, and end a chain when they are unsure.
+    Every drafter has the best number of drafts per round for the batch by the cost table, unless --k gives it.
+    At batch 1 trained drafters have none: ending a chain where they are unsure is better than any fixed number.
     """
     how = size(args, tokenizer)
     names = suitable(args, model)
@@ -233,7 +233,9 @@ def observe(study, args, model, tokenizer, how, names, whole={}):
     best_k = prices.get("about", {}).get("best_k", {})
 
     def build(name, workload, batch, ids, temperature):
-        k = args.k or drafts_for(batch, best_k).get(name)
+        k = args.k
+        if not k and (batch > 1 or name not in methods.TRAINED):
+            k = drafts_for(batch, best_k).get(name)
         requests = []
         for seed, i in enumerate(ids):
             new = how.new if temperature or workload == WHOLE else longest[i]

@@ -53,7 +53,7 @@ def draft(model, settings):
 def prism_chain_or_tree(model, settings, name="prism"):
     """modules trained on the model's hidden states draft, one for each draft step"""
     trained = _trained(name, prism.PrismConfig, model, settings)
-    depth = settings.depth or trained.config.depth
+    depth = settings.k or trained.config.depth
     drafter = prism.PrismDrafter(trained, model, depth, name)
     if settings.tree:
         width = max(round(settings.tree ** 0.5), 2)
@@ -69,7 +69,7 @@ def eagle(model, settings):
 def specdiff_windows(model, settings):
     """a diffusion model drafts a window in one forward; several chains of drafts"""
     trained = _trained("specdiff", specdiff.SpecDiffConfig, model, settings)
-    drafter = specdiff.SpecDiffDrafter(trained, model, settings.gamma, settings.k_drafts,
+    drafter = specdiff.SpecDiffDrafter(trained, model, settings.k, settings.k_drafts,
                                        settings.draft_temperature)
     k = drafter.gamma * drafter.width
     return partial(SyncScheduler, drafter=drafter, k=k, lookup=settings.lookup)
@@ -194,7 +194,7 @@ def ready(settings):
 
 def chain_drafters(model, settings, k):
     """{name: drafter} of all ready methods whose drafter proposes chains, of up to k drafts."""
-    chains = argparse.Namespace(**{**vars(settings), "k": k, "depth": k, "tree": 0, "k_drafts": 1})
+    chains = argparse.Namespace(**{**vars(settings), "k": k, "tree": 0, "k_drafts": 1})
     found = {}
     for name in ready(settings):
         if name not in ("ngram", "draft", *TRAINED):
@@ -231,7 +231,8 @@ def add_arguments(parser):
 
     add = parser.add_argument_group("drafting").add_argument
     add("--k", type=positive,
-        help="draft tokens per round (default: specgen 8, ngram 8, draft 4; adaptive at most 16)")
+        help="draft tokens of a chain, draft steps of a tree, per round (default: specgen 8, ngram 8, draft 4, "
+             "trained drafters as in training; adaptive at most 16)")
     add("--prompt-lookup", type=int, dest="lookup", default=0,
         help="draft, prism, eagle, specdiff: tokens per forward copied from the text, shared by the batch, "
              "that are verified next to the drafts (default %(default)s)")
@@ -240,11 +241,8 @@ def add_arguments(parser):
              "model results/MODEL/costs.json, on a GPU in its folder gpu)")
 
     add = parser.add_argument_group("trained drafters: prism, eagle, specdiff").add_argument
-    add("--depth", type=positive,
-        help="prism, eagle: draft steps per round at most (default: the best number in training)")
     add("--tree", type=int, default=0,
         help="prism, eagle: likeliest drafts of a tree that are verified, 0 is a chain (default %(default)s)")
-    add("--gamma", type=int, help="specdiff: drafts of a chain (default: as in training)")
     add("--k-drafts", type=int, default=1, help="specdiff: chains per round (default %(default)s)")
     add("--draft-temperature", type=float,
         help="specdiff: temperature of the drafts (default: the target's; 1 for several independent chains)")
