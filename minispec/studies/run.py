@@ -4,8 +4,8 @@
     trace       the accepted drafts of every drafter at every position           -> results/traces.jsonl
     run         the speed of every method, next to plain decoding of the same batch
     bounds      the ladder of bounds from the first two files, next to the speed-ups of `run`
-    speed       like run, with longer answers, mostly at batch 1; also trees, and prompt-lookup tokens next
-                to a drafter's drafts
+    speed       like run, with longer answers, in batches only of all workloads together; also trees, and
+                prompt-lookup tokens next to a drafter's drafts
 """
 import os
 import statistics
@@ -55,7 +55,7 @@ SMALL = Size(160, 16, {1: 4, 4: 8, 16: 16}, {1: 12, 4: 12, 16: 24}, {1: 12}, 16,
 # than 32 drafts, so no round that can be decoded is censored.
 REAL = Size(64, 2, {1: 2}, {1: 9, 4: 8, 16: 16}, {}, 32,
             {"contexts": ladder_of.CONTEXTS, "prompts": (32, 256)})
-ANSWERS = Size(256, 3, {1: 3}, {8: 27}, {1: 9}, 32, {})    # about 20 minutes
+ANSWERS = Size(256, 3, {1: 3}, {2: 12, 4: 16, 8: 27, 16: 27}, {1: 9}, 32, {})      # half an hour
 MEAN, DECODING = "mean (95 %)", "mean, decoding"
 WHOLE = "mixed, whole answers"   # a workload: greedy answers are not cut where they repeat themselves
 QUICK = Size(32, 2, {1: 1}, {4: 8}, {4: 4}, 16,
@@ -195,10 +195,10 @@ def run(args, model, tokenizer):
 
 
 def speed(args, model, tokenizer):
-    """Long answers, mostly at batch 1: trained drafters with chains, with trees, and with prompt-lookup
-    tokens next to their drafts; and `adaptive`, which chooses among drafters."""
-    wanted = ("ngram", *methods.TRAINED, *ALONE, COMBINED)
-    names = [name for name in suitable(args, model, ALONE) if name in wanted]
+    """Long answers, at batch 1 and of all workloads together in batches: trained drafters with chains, with
+    trees, and with prompt-lookup tokens next to their drafts; and `adaptive`, which chooses among drafters."""
+    wanted = ("ngram", *methods.TRAINED, *TREES, *COPIES, COMBINED)
+    names = [name for name in suitable(args, model, TREES + COPIES) if name in wanted]
     how = QUICK if args.quick else ANSWERS
     # One prompt of each workload; the puzzle model's answers do not repeat themselves.
     whole = {} if tokenizer.is_puzzle_model else {1: len(results.problems_of(tokenizer, 1, args.data))}
@@ -212,8 +212,8 @@ def speed(args, model, tokenizer):
     return found
 
 
-# Run at batch 1 only, because additional rows cost more in a batch.
-ALONE = ["eagle --tree 8", "prism --tree 8", *(f"{name} --prompt-lookup 8" for name in methods.TRAINED)]
+TREES = ["eagle --tree 8", "prism --tree 8"]
+COPIES = [f"{name} --prompt-lookup 8" for name in methods.TRAINED]     # at batch 1 only
 # Columns of the table in README.md.
 SMALL_MODEL = "puzzle model"
 SHORT = ("method", MEAN, DECODING, "mt_bench", "math_reasoning", "humaneval", "mixed, batch 8",
@@ -245,7 +245,7 @@ def observe(study, args, model, tokenizer, how, names, whole={}):
     def measured(workload, batch, ids, temperature):
         builders = {}
         for name in names:
-            if name == "dlm" and workload.startswith("mixed") or batch > 1 and name in ("dlm", *ALONE):
+            if name == "dlm" and workload.startswith("mixed") or batch > 1 and name in ("dlm", *COPIES):
                 continue
             own = ids[:1] if name == "dlm" else ids
             builders[name] = partial(build, name, workload, batch, own, temperature)
