@@ -42,7 +42,7 @@ import torch
 import torch.nn.functional as F
 
 from minispec.core.attention import FullKeys
-from minispec.core.engine import Scheduler
+from minispec.core.scheduler import Scheduler
 from minispec.core.requests import Segment, check_k
 from minispec.core.verify import choose, warp
 

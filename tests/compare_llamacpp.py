@@ -41,10 +41,11 @@ import shown  # noqa: E402
 from gguf_writer import write_gguf  # noqa: E402
 from minispec.core import cpu, gpt  # noqa: E402
 from minispec.core.attention import FullKeys, packed_attend  # noqa: E402
-from minispec.core.engine import Engine, SyncScheduler  # noqa: E402
+from minispec.core.engine import Engine  # noqa: E402
 from minispec.core.gpt import dense_attend  # noqa: E402
 from minispec.core.kv_cache import KVCache  # noqa: E402
 from minispec.core.requests import Request  # noqa: E402
+from minispec.core.scheduler import SyncScheduler  # noqa: E402
 from minispec.data import prompts  # noqa: E402
 from minispec.data.tokenizer import Tokenizer  # noqa: E402
 from minispec.studies import results  # noqa: E402

@@ -23,8 +23,9 @@ from minispec.studies import results  # noqa: E402
 from minispec.tools import checkpoints  # noqa: E402
 from minispec.data import tasks  # noqa: E402
 from minispec.core.gpt import dense_attend  # noqa: E402
-from minispec.core.engine import Engine, SyncScheduler  # noqa: E402
+from minispec.core.engine import Engine  # noqa: E402
 from minispec.core.requests import Request  # noqa: E402
+from minispec.core.scheduler import SyncScheduler  # noqa: E402
 from minispec.data.tokenizer import Tokenizer  # noqa: E402
 
 

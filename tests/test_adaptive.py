@@ -13,10 +13,11 @@ from test_engine import REJECTION, SCHEDULERS, prompts, sampled
 from minispec import bounds
 from minispec.adaptive import Adaptive, rate
 from minispec.core.drafters import ChainDrafter, NGram, SmallLM
-from minispec.core.engine import Engine, SyncScheduler
+from minispec.core.engine import Engine
 from minispec.core.noise import noise
 from minispec.core.requests import Request
 from minispec.core.draft_head import DraftHead
+from minispec.core.scheduler import SyncScheduler
 from minispec.studies.measure import traces_of
 from minispec.tools import methods
 from minispec.costs import CostTable

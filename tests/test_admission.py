@@ -11,9 +11,10 @@ from conftest import toy_model
 
 from minispec import prism
 from minispec.core import admission
-from minispec.core.engine import Engine, SyncScheduler
+from minispec.core.engine import Engine
 from minispec.core.kv_cache import Allocation, whole_blocks
 from minispec.core.requests import Request
+from minispec.core.scheduler import SyncScheduler
 from minispec.specgen import SpecGen
 
 MODEL = toy_model()

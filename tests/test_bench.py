@@ -268,14 +268,14 @@ def test_every_study_leaves_its_tables_and_figures(measured):
 
 
 def test_profile_says_how_often_drafters_are_right(measured, monkeypatch):
-    """The target itself is always right, and prompt lookup says itself what it expects."""
+    """The target itself is always right, and this prompt lookup, of answers that do not repeat, never."""
     model, tokenizer = small_target()
     monkeypatch.setattr(run, "QUICK", replace(run.QUICK, new=12))
     drafters = {"ngram": NGram(), "draft": SmallLM(model, model)}
     monkeypatch.setattr(methods, "chain_drafters", lambda *_: drafters)
     monkeypatch.setattr(measure, "cost_table", lambda *_, **__: dict(measured[1]["profile"]["costs"]))
     costs = run.profile(methods.settings(quick=True, data=None), model, tokenizer)["costs"]
-    assert CostTable(costs).accept == costs["accept"] == {"draft": 1.0}
+    assert CostTable(costs).accept == costs["accept"] == {"ngram": 0.0, "draft": 1.0}
 
 
 def test_every_batch_size_has_its_best_number_of_drafts(monkeypatch):
@@ -288,6 +288,7 @@ def test_every_batch_size_has_its_best_number_of_drafts(monkeypatch):
     for grid in (costs["verify"], costs["draft"]["ngram"]):
         grid |= {"kind": "grid", "kv": [0]}
     monkeypatch.setattr(methods, "chain_drafters", lambda *_: ["ngram"])
+    monkeypatch.setattr(measure, "acceptance", lambda *_: 0.8)
     monkeypatch.setattr(measure, "cost_table", lambda *_, **__: costs)
     monkeypatch.setattr(measure, "attention_reads", lambda model: [{}])
     monkeypatch.setattr(run, "traces_of", lambda *_, **__: some)
@@ -417,7 +418,8 @@ def test_a_real_model_gets_real_prompts(tmp_path):
             {"question": "q0", "answer": "1\\n#### 1"}, {"question": "q1", "answer": "1\\n#### 1"}]""",
         "humaneval/HumanEval.jsonl": json.dumps(code),
         "instruct/instruction-data.json": """[
-            {"instruction": "Rewrite it in the passive.", "input": "He ate.", "output": "x"},
+            {"instruction": "Rewrite it in the passive.", "input": "It ate.", "output": "x"},
+            {"instruction": "Rewrite it in the passive.", "input": "She ate.", "output": "x"},
             {"instruction": "Rewrite it.", "input": "", "output": "x"},
             {"instruction": "Name a bird.", "input": "now", "output": "x"}]"""}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -428,7 +430,8 @@ def test_a_real_model_gets_real_prompts(tmp_path):
         "mt_bench": 2, "qa": 2, "gsm8k": 2, "humaneval": 2, "edit": 1}
     assert not {p.prompt for p in some["qa"]} & {p.prompt for p in later["qa"]}
     assert later["edit"] == some["edit"]
-    assert some["edit"][0].prompt == "Rewrite it in the passive.\n\nHe ate.\n"
+    # The drafters' training may have read the other one.
+    assert some["edit"][0].prompt == "Rewrite it in the passive.\nIt ate.\n"
     in_turn = run.numbered(real, 2, str(tmp_path))
     assert list(in_turn) == [f"{w}/{i}" for i in range(2) for w in some if i < len(some[w])]
     shipped, later = results.problems_of(real, 2), results.problems_of(real, 2, first=2)

@@ -3,8 +3,9 @@ import torch
 from conftest import toy_model, whole
 
 from minispec.core.drafters import NGram, SmallLM
-from minispec.core.engine import Engine, SyncScheduler
+from minispec.core.engine import Engine
 from minispec.core.requests import Request
+from minispec.core.scheduler import SyncScheduler
 from minispec.core.verify import Sampling
 
 

@@ -16,11 +16,12 @@ from conftest import Arbitrary, chi_square, dense_logits, ids_of, prompts, refus
 from minispec import specgen
 from minispec.core import kv_cache, verify
 from minispec.core.drafters import NGram, SmallLM
-from minispec.core.engine import Engine, SyncScheduler
+from minispec.core.engine import Engine
 from minispec.core.requests import Request, Segment
 from minispec.specgen import SpecGen
 from minispec.core.verify import RULES, Sampling, warp
 from minispec.core.draft_head import DraftHead
+from minispec.core.scheduler import SyncScheduler
 from minispec.prism import PrismDrafter
 from minispec.specdiff import SpecDiffDrafter
 from minispec.tools.answers import summary

@@ -12,10 +12,11 @@ from kernels import SEEN, can_run
 from kernels.graphs import Graphs
 from minispec.core import engine as engine_module
 from minispec.core.drafters import Drafter
-from minispec.core.engine import Engine, SyncScheduler
+from minispec.core.engine import Engine
 from minispec.core.gpt import GPT
 from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request, Segment
+from minispec.core.scheduler import SyncScheduler
 from minispec.core.verify import Sampling, verify
 from minispec.specgen import SpecGen
 from minispec.tools.script import check_device

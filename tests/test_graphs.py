@@ -26,10 +26,11 @@ from minispec.core import kv_cache  # noqa: E402
 from minispec.core.attention import FullKeys  # noqa: E402
 from minispec.core.cpu import Linear  # noqa: E402
 from minispec.core.drafters import CachedDrafter, NGram, SmallLM  # noqa: E402
-from minispec.core.engine import Engine, SyncScheduler  # noqa: E402
+from minispec.core.engine import Engine  # noqa: E402
 from minispec.core.requests import Request, Segment  # noqa: E402
 from minispec.core.gpt import GPTConfig, RMSNorm  # noqa: E402
 from minispec.core.kv_cache import Allocation, KVCache  # noqa: E402
+from minispec.core.scheduler import SyncScheduler  # noqa: E402
 from minispec.core.verify import Sampling  # noqa: E402
 from minispec.specgen import PillarKeys, SpecGen  # noqa: E402
 from minispec.studies import measure  # noqa: E402

@@ -7,8 +7,9 @@ import pytest
 from conftest import toy_model
 
 from minispec.core import hello
-from minispec.core.engine import Engine, SyncScheduler
+from minispec.core.engine import Engine
 from minispec.core.requests import Request
+from minispec.core.scheduler import SyncScheduler
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9], list(range(40))]
 

@@ -12,8 +12,9 @@ from conftest import near_toy, refused, toy_model, whole
 
 from minispec import bounds, prism, traces
 from minispec.core.drafters import NGram, SmallLM
-from minispec.core.engine import Engine, SyncScheduler
+from minispec.core.engine import Engine
 from minispec.core.requests import Request
+from minispec.core.scheduler import SyncScheduler
 from minispec.data import recorded, rollouts
 from minispec.specgen import SpecGen
 from minispec.studies import measure

@@ -28,9 +28,10 @@ from test_trained import (
 
 from minispec import prism, specdiff
 from minispec.core.drafters import MIN_CONFIDENCE as STOP_AT
-from minispec.core.engine import Engine, SyncScheduler
+from minispec.core.engine import Engine
 from minispec.core.gpt import dense_attend
 from minispec.core.requests import Request
+from minispec.core.scheduler import SyncScheduler
 from minispec.core.verify import Sampling, draw, graft, rejection, verify_tree, warp
 from minispec.data import recorded, rollouts
 from minispec.specdiff import MASK, SpecDiffDrafter, best_path

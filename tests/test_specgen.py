@@ -7,9 +7,10 @@ from conftest import Arbitrary, attend_alone, cached_kv, dense_logits, fresh_kv,
 
 from minispec.core.attention import FullKeys, packed_attend
 from minispec.core.gpt import dense_attend
-from minispec.core.engine import Engine, SyncScheduler
+from minispec.core.engine import Engine
 from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request
+from minispec.core.scheduler import SyncScheduler
 from minispec.specgen import FADE, DraftPool, PillarKeys, SpecGenState, SpecGen, look_ahead
 
 MODEL = toy_model()

@@ -11,8 +11,9 @@ import torch
 from conftest import TARGET, refused, save_toy_target, seeded, toy_model
 
 from minispec import prism, specdiff
-from minispec.core.engine import Engine, SyncScheduler
+from minispec.core.engine import Engine
 from minispec.core.requests import Request
+from minispec.core.scheduler import SyncScheduler
 from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies import cdlm as diffusion
@@ -304,6 +305,12 @@ def test_a_real_models_greedy_answers_end_before_they_loop(monkeypatch, shipped)
     assert "1 of 2 greedy answers" in note and "after 10 tokens" in note
 
 
+def test_adaptive_and_the_price_table_draft_whole_windows(shipped):
+    """Chains may be longer than in training, a window may not."""
+    found = methods.chain_drafters(shipped[0], methods.settings(), 32)
+    assert found["prism"].depth == 32 and found["specdiff"].gamma == found["specdiff"].config.gamma < 32
+
+
 def test_a_methods_drafts_are_those_of_the_nearest_batch_of_the_price_table(shipped, monkeypatch):
     trained = dict.fromkeys(methods.TRAINED, 3)
     best_k = {"1": {"ngram": 8, **trained}, "4": {"ngram": 5, **trained}, "16": {"ngram": 4}}
@@ -313,9 +320,11 @@ def test_a_methods_drafts_are_those_of_the_nearest_batch_of_the_price_table(ship
     # And the engines of the study draft as many.
     asked = []
 
-    def watched(name, model, args, batch, k):
-        scheduler = engine_of(name, model, args, batch, k=k).scheduler
-        asked.append((name, batch, scheduler.k))
+    def watched(name, model, args, batch, **k):
+        engine = engine_of(name, model, args, batch, **k)
+        if k:
+            asked.append((name, batch, engine.scheduler.k))
+        return engine
 
     engine_of = run.engine_of
     monkeypatch.setattr(run, "engine_of", watched)

@@ -22,7 +22,8 @@ import decode
 import train_prism
 import train_specdiff
 from minispec import prism, specdiff
-from minispec.core.engine import Engine, SyncScheduler
+from minispec.core.engine import Engine
+from minispec.core.scheduler import SyncScheduler
 from minispec.data import magpie, recorded, rollouts, tasks
 from minispec.data.loops import loops
 from minispec.data.recorded import most_frequent

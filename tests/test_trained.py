@@ -11,9 +11,10 @@ import torch
 from conftest import ids_of, refused, seeded, table, toy_model
 
 from minispec import prism, specdiff
-from minispec.core.engine import Engine, SyncScheduler
+from minispec.core.engine import Engine
 from minispec.core.gpt import dense_attend
 from minispec.core.requests import Request
+from minispec.core.scheduler import SyncScheduler
 from minispec.core.verify import Sampling
 from minispec.data import recorded, rollouts
 from minispec.data.recorded import most_frequent

@@ -14,10 +14,7 @@ To follow a request, read `Engine.stream`, then in this order:
        token.
     6. `retire` frees its blocks when it is finished.
 
-The engine does steps 1, 2, 4, 5 and 6. The scheduler is the method: `SyncScheduler` lets a drafter (n-gram,
-small model, ...) propose and verifies every request in every iteration; without a drafter it is plain
-autoregressive decoding. SpecGen (specgen.py) is the other scheduler: its drafts are rows of the target, so
-some requests draft in an iteration while others verify.
+The engine does steps 1, 2, 4, 5 and 6. The scheduler is the method, see scheduler.py.
 
 Invariant between iterations, for a request whose prompt has been read: all committed tokens but the last have
 keys and values in the cache. The last one is the first row of the next forward, so no pass is spent on
@@ -37,11 +34,10 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from minispec.core.admission import Admission
-from minispec.core.attention import FullKeys, tree_mask
-from minispec.core.drafters import Drafter, NGram, with_lookup
+from minispec.core.attention import FullKeys
 from minispec.core.kv_cache import beside, whole_blocks
 from minispec.core.prefix_cache import PrefixCache
-from minispec.core.requests import Segment, check_k, check_requests, pack
+from minispec.core.requests import Segment, check_requests, pack
 from minispec.core.verify import check_numbers, verify
 
 PROMPT_ROWS = 2048  # prompt tokens a forward, all requests together: it bounds the memory of activations
@@ -53,7 +49,7 @@ def kernels(name):
 
 
 class Engine:
-    """Serves requests with continuous batching. scheduler(engine) makes the scheduler; see Scheduler.
+    """Serves requests with continuous batching. scheduler(engine) makes the scheduler; see scheduler.py.
 
     batch_size: requests decoded together. cache_tokens: slots of the pool (default: batch_size times the
     longest request of a `stream`). prefill_chunk: most prompt tokens of a request in one iteration.
@@ -299,82 +295,3 @@ class Engine:
                 r.n_cached = 0
         self.active[:] = [r for r in self.active if r.blocks]
         self.waiting = [r for r in self.waiting if not (everything or r.finished)]
-
-
-class Scheduler:
-    """The interface between the engine and a scheduler, with the usual answers."""
-    delayed = False                      # True: the engine verifies beside the next forward
-    record = None                        # of verifications, see FullKeys
-    record_prompt = 0                    # number of last rows of a prompt that are recorded as well
-    drafter = Drafter()
-    rows = 1                             # the most rows of a verification
-    tree = 0                             # the most rows of a tree
-    shares = True                        # whether requests may share the blocks of a common beginning
-
-    def schedule(self, ready):
-        """Segments for the requests that may decode: their prompts are read, and no verdict is due."""
-
-    def extra_slots(self, request):
-        """Buffers that this request needs besides its blocks, in slots of the cache."""
-        return 0
-
-    def budget(self, length):
-        """The number of selected positions that a draft row reads of `length` cached ones."""
-        return 0
-
-    def take_drafts(self, segments, logits):
-        """The logits (n, V) of n segments of the kind "draft", a row each."""
-
-    def verified(self, segment, accepted):
-        """The verdict on a segment: the number of its accepted drafts."""
-
-    def release(self, request):
-        """Forget this request: it is finished, or will start again."""
-
-
-class SyncScheduler(Scheduler):
-    """The scheduler with which every request verifies in every iteration.
-
-    drafter None: autoregressive decoding. k: the most drafts a round, of a chain or of a tree. lookup:
-    prompt-lookup tokens per forward, shared by the batch, that are verified beside the drafts.
-    """
-
-    def __init__(self, engine, drafter=None, k=0, lookup=0):
-        if drafter:
-            check_k(k, drafter.width)
-        if lookup < 0:
-            raise ValueError(f"lookup {lookup} is out of range; allowed is 0 or more rows")
-        self.engine = engine
-        self.drafter = drafter or Drafter()
-        self.k = k
-        self.lookup = lookup
-        self.ngram = NGram()
-        self.rows = k + lookup + 1
-        self.shares = not self.drafter.uses_hidden_states  # the states of shared tokens are gone
-        self.tree = self.rows if self.drafter.width > 1 or lookup else 0
-
-    def schedule(self, ready):
-        # 1. Drafts. A round commits one token besides them, so the last token needs none.
-        proposals = [([], None)] * len(ready)
-        if self.k and ready:
-            started = self.engine.clock()
-            proposals = self.drafter.propose(ready, [min(self.k, r.remaining - 1) for r in ready])
-            if spare := self.lookup // len(ready):
-                proposals = [with_lookup(own, self.ngram.lookup(r, min(spare, r.remaining - 1 - len(own[0]))))
-                             for r, own in zip(ready, proposals)]
-            spent = self.engine.clock() - started
-            for r in ready:
-                self.engine.charge(r, "draft", spent / len(ready))
-        # 2. The rows of the verifications: the last committed token, then the drafts.
-        segments = []
-        for r, (drafts, q, *tree) in zip(ready, proposals):
-            rows = [r.tokens[-1], *drafts]
-            tail = tree_mask(tree[0]) if tree else None
-            keys = FullKeys(self.engine.cache, r.blocks, r.n_cached, len(rows), tail=tail)
-            segments.append(Segment(r, rows, r.n_cached, keys, "verify", len(rows), drafts, q, *tree,
-                                    select=self.drafter.select, proposer=self.drafter.proposer(r)))
-        return segments
-
-    def release(self, request):
-        self.drafter.release(request)
-        self.ngram.release(request)

@@ -7,8 +7,9 @@ needs no data set, and gives prompts about subjects that the model knows.
 import itertools
 import os
 
-from minispec.core.engine import Engine, SyncScheduler
+from minispec.core.engine import Engine
 from minispec.core.requests import Request
+from minispec.core.scheduler import SyncScheduler
 from minispec.core.verify import Sampling
 from minispec.tools.files import read_json, write_json
 

@@ -24,8 +24,9 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from minispec.core.engine import Engine, SyncScheduler
+from minispec.core.engine import Engine
 from minispec.core.requests import Request
+from minispec.core.scheduler import SyncScheduler
 from minispec.core.verify import Sampling
 from minispec.data import loops, magpie, prompts, tasks
 from minispec.data.magpie import TOGETHER

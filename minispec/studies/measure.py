@@ -28,9 +28,10 @@ from tqdm import tqdm
 
 from minispec.core.attention import FullKeys, packed_attend
 from minispec.core.drafters import Drafter
-from minispec.core.engine import Engine, SyncScheduler
+from minispec.core.engine import Engine
 from minispec.core.kv_cache import KVCache, whole_blocks
 from minispec.core.requests import Request
+from minispec.core.scheduler import SyncScheduler
 from minispec.core.verify import verify_tree
 from minispec.costs import check_costs
 from minispec.traces import Trace

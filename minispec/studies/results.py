@@ -68,12 +68,15 @@ def problems_of(tokenizer, n, data=None, first=0):
 
 
 def edits(file):
-    """The rewriting tasks of an instruction file: those with an instruction and a text to rewrite."""
+    """The rewriting tasks of an instruction file, those with an instruction and a text to rewrite. The
+    drafters' training reads the same file, so these are the ones that it holds out."""
     out = []
     for where, row in read_rows(file):
         with naming(where):
             if row.get("input") and row.get("instruction", "").startswith(EDITS):
-                out.append(tasks.Problem("edit", prompts.problem_of(row).prompt))
+                prompt = f"{row['instruction']}\n{row['input']}\n"
+                if tasks.is_heldout(prompt):
+                    out.append(tasks.Problem("edit", prompt))
     return out
 
 

@@ -50,13 +50,15 @@ class Size:
     repeats: int = 1
 
 
+# Mixtures have the same number of problems of each workload.
 SMALL = Size(160, 16, {1: 4, 4: 8, 16: 16}, {1: 12, 4: 12, 16: 24}, {1: 12}, 16, {}, repeats=3)
 # For a real model: about ten minutes on two idle cores that multiply bf16. No round of the engine has more
 # than 32 drafts, so no round that can be decoded is censored.
-REAL = Size(64, 2, {1: 2}, {1: 9, 4: 8, 16: 16}, {}, 32,
+REAL = Size(64, 2, {1: 2}, {1: 9, 4: 9, 16: 18}, {}, 32,
             {"contexts": ladder_of.CONTEXTS, "prompts": (32, 256)})
-ANSWERS = Size(256, 3, {1: 3}, {2: 12, 4: 16, 8: 27, 16: 27}, {1: 9}, 32, {})      # half an hour
+ANSWERS = Size(256, 3, {1: 3}, {2: 18, 4: 18, 8: 27, 16: 27}, {1: 9}, 32, {})      # half an hour
 MEAN, DECODING = "mean (95 %)", "mean, decoding"
+PRICED = 16                      # number of the problem, of each workload, that `profile` alone uses
 WHOLE = "mixed, whole answers"   # a workload: greedy answers are not cut where they repeat themselves
 QUICK = Size(32, 2, {1: 1}, {4: 8}, {4: 4}, 16,
              {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4), "prompts": (32, 64), "passes": 1})
@@ -78,9 +80,8 @@ def profile(args, model, tokenizer):
     drafters = methods.chain_drafters(model, args, how.deepest)
     costs = measure.cost_table(model, drafters, **how.costs)
 
-    some = traces_of(drafters, model, args, tokenizer, how, 1, first=how.traced)
-    # Prompt lookup estimates its own acceptance, by the length of the match.
-    costs["accept"] = {name: measure.acceptance(some, name) for name in drafters if name != "ngram"}
+    some = traces_of(drafters, model, args, tokenizer, how, 1, first=PRICED)
+    costs["accept"] = {name: measure.acceptance(some, name) for name in drafters}
     # By batch size, the number of drafts per round with the least time on these traces. Prices of batches
     # between those of the grid are interpolated.
     best_k = {}
@@ -156,11 +157,11 @@ TRACE = {
 
 
 def traces_of(drafters, model, args, tokenizer, how, n, first=0):
-    """Traces of the target's greedy answers to n problems of each workload, starting with problem number
-    `first`."""
+    """Traces of the target's greedy answers, up to the point where they begin to repeat themselves, to n
+    problems of each workload, starting with problem number `first`."""
     problems = numbered(tokenizer, n, args.data, first)
     requests = requests_of(problems.values(), tokenizer, model, how.new)
-    answers = engine_of("ar", model, args, 16).generate(requests)
+    answers = loops.generate(engine_of("ar", model, args, 16), requests)
     outputs = {id: (g.prompt_ids, g.token_ids) for id, g in zip(problems, answers)}
     return measure.traces_of(drafters, model, outputs, how.deepest)
 
@@ -200,7 +201,7 @@ def speed(args, model, tokenizer):
     wanted = ("ngram", *methods.TRAINED, *TREES, *COPIES, COMBINED)
     names = [name for name in suitable(args, model, TREES + COPIES) if name in wanted]
     how = QUICK if args.quick else ANSWERS
-    # One prompt of each workload; the puzzle model's answers do not repeat themselves.
+    # One prompt of each workload; hardly any answer to a puzzle repeats itself.
     whole = {} if tokenizer.is_puzzle_model else {1: len(results.problems_of(tokenizer, 1, args.data))}
     rows, cut = observe("speed", args, model, tokenizer, how, names, whole)
     lines = methods_table(rows)
@@ -226,9 +227,7 @@ def observe(study, args, model, tokenizer, how, names, whole={}):
     see `run`. whole: like how.mixed, for answers that are not cut."""
     names = ["ar", *names]
     problems = numbered(tokenizer, how.traced, args.data)
-    longest, cut = dict.fromkeys(problems, how.new), ""
-    if not tokenizer.is_puzzle_model:
-        longest, cut = before_loops(problems, tokenizer, model, args, how.new)
+    longest, cut = before_loops(problems, tokenizer, model, args, how.new)
     prices = read_costs(args.cost) if os.path.exists(args.cost) else {}
     best_k = prices.get("about", {}).get("best_k", {})
 

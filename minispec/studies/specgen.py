@@ -13,8 +13,9 @@ import time
 from functools import partial
 
 from minispec.core.admission import Admission
-from minispec.core.engine import Engine, SyncScheduler
+from minispec.core.engine import Engine
 from minispec.core.requests import Request
+from minispec.core.scheduler import SyncScheduler
 from minispec.core.verify import Sampling
 from minispec.data import loops, prompts, tasks
 from minispec.studies import measure, results
@@ -219,7 +220,7 @@ def scheduler(args, model, tokenizer):
     kept, slots = read(model, ids), sum(length + MORE for length in lengths) // 2
 
     def build(name):
-        requests = [Request(x, MORE) for x in ids]
+        requests = [Request(x, MORE, Sampling(TEMPERATURE, seed=i)) for i, x in enumerate(ids)]
         for r in requests:
             r.longest = longest + MORE
         return resumed(name, model, args, REQUESTS, kept, cache_tokens=slots), requests

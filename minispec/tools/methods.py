@@ -14,7 +14,8 @@ from minispec import ROOT, SHIPPED, cdlm, prism, specdiff, specgen
 from minispec.core import drafters
 from minispec.adaptive import Adaptive
 from minispec.core.admission import POLICIES
-from minispec.core.engine import Engine, SyncScheduler
+from minispec.core.engine import Engine
+from minispec.core.scheduler import SyncScheduler
 from minispec.costs import CostTable, read_costs
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import checkpoints, drafter_files
@@ -193,12 +194,14 @@ def ready(settings):
 
 
 def chain_drafters(model, settings, k):
-    """{name: drafter} of all ready methods whose drafter proposes chains, of up to k drafts."""
-    chains = argparse.Namespace(**{**vars(settings), "k": k, "tree": 0, "k_drafts": 1})
+    """{name: drafter} of all ready methods whose drafter proposes chains, of up to k drafts. A window has its
+    length of training."""
+    chains = argparse.Namespace(**{**vars(settings), "tree": 0, "k_drafts": 1})
     found = {}
     for name in ready(settings):
         if name not in ("ngram", "draft", *TRAINED):
             continue
+        chains.k = None if name == "specdiff" else k
         with contextlib.suppress(ValueError):            # trained for another target
             found[name] = make_engine(name, model, chains, 1).scheduler.drafter
     return found
