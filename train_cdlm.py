@@ -74,8 +74,11 @@ def parse_args():
         help="weights of the student's losses (default 1 0.5 0.01)")
     add("--reverse-kl", action="store_true", help="distillation and consistency by KL(student || goal)")
     args = training.parsed(p)
-    if not any(args.weights):
-        raise ValueError("weights 0 0 0 leave nothing to train for; at least one must be above 0")
+    if not all(0 <= x <= training.MOST for x in args.weights) or not any(args.weights):
+        raise ValueError("weights must be 0 or more, and one of them above 0, got "
+                         + " ".join(f"{x:g}" for x in args.weights))
+    for temperature in args.temperatures:
+        Sampling(temperature)                            # ValueError if it is out of range
     return args
 
 
@@ -287,7 +290,11 @@ def main():
     args = parse_args()
     target = with_mask(args.target, f"{args.out}/target")
     tokenizer = Tokenizer.load(target)
+    if args.teacher and Tokenizer.load(args.teacher).known != tokenizer.known:
+        raise ValueError(f"the teacher {args.teacher} has another vocabulary than the target {args.target}")
     example = examples_of(args, tokenizer)
+    training.same_settings(args.out, target=checkpoints.fingerprint(checkpoints.load(args.target)),
+                           answers=args.answers, prompt_length=args.prompt_length)
     teacher, trajectories, student = (f"{args.out}/{name}" for name in ("teacher", "trajectories", args.name))
     if args.teacher:
         teacher = args.teacher

@@ -69,6 +69,9 @@ def drafter_of(args, target):
         theirs, mine = getattr(source.config, name), getattr(model.config, name)
         if theirs != mine:
             raise ValueError(f"the drafter in {args.init} has {name} {theirs}; this training needs {mine}")
+    if source.config.n_modules > model.config.n_modules:
+        raise ValueError(f"the drafter in {args.init} has {source.config.n_modules} modules; "
+                         f"{args.arm} has {model.config.n_modules}")
     prism.copy_modules(model, source)
     return model
 

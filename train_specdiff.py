@@ -64,8 +64,12 @@ def drafter_of(args, target):
         drafter = specdiff.from_prism(config, tensors, target, args.gamma, args.markov)
     else:
         drafter = drafter_files.load_drafter(args.init, target, specdiff.SpecDiffConfig)
-        drafter.config = replace(drafter.config, gamma=args.gamma, rank=args.markov or drafter.config.rank)
-        drafter.markov = drafter.markov or specdiff.markov_head(drafter.config)
+        rank = drafter.config.rank
+        if rank and args.markov not in (0, rank):
+            raise ValueError(f"the Markov head of the drafter in {args.init} has rank {rank}, not {args.markov}")
+        drafter.config = replace(drafter.config, gamma=args.gamma, rank=rank or args.markov)
+        if args.markov and not rank:
+            drafter.markov = specdiff.markov_head(drafter.config).to(target.device)
     if args.blind and drafter.config.reads:
         raise ValueError(f"the drafter in {args.init} reads the target's states; --blind cannot change that")
     if args.last_layer and drafter.config.feature_layers:

@@ -66,6 +66,8 @@ BAD = f"""
 --admission luck | invalid choice: 'luck' (choose from
 --top-p 0 | top-p 0.0 is out of range
 --top-k -1 | top-k -1 is out of range
+--method ngram --prompt-lookup 513 | prompt-lookup tokens must be 0 to 512, got 513
+--method prism --tree -1 | tree must be 0 or more drafts, got -1
 --method specgen --sparsity 2 | sparsity 2.0 is out of range
 --method specgen --select best | argument --select: invalid choice: 'best'
 --batch 0 | argument --batch: must be 1 or more, got 0
@@ -81,6 +83,7 @@ BAD = f"""
 --max-new 5 | unrecognized arguments: --max-new 5
 --seed {1 << 70} | is out of range; allowed is 0 to
 --method adaptive | this measures one: python bench.py profile --model
+--method adaptive --k 33 --cost {ROOT}/results/costs.json | k 33 is out of range
 --chat --batch 2 | --chat goes with one request at a time
 --chat --compare | --chat goes with one request at a time
 --chat --method cdlm | --chat goes with one request at a time
@@ -314,6 +317,13 @@ def test_the_ends_of_a_very_long_prompt_are_shown(toy, monkeypatch):
     shown = decode(f"--model {toy} --max-new-tokens 1 --prompt", prompt).stdout
     assert re.search(r"first word.*\n\[.. 60 characters ..\]\n.*word last", shown, re.S)
     assert shown.count("word") < 150
+
+
+def test_a_damaged_data_set_is_named_in_one_line(tmp_path):
+    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "gsm8k" / "train.jsonl").write_text("{")
+    r = python("-m", "minispec.data.mixture", "--data", tmp_path, "--out", tmp_path / "mix")
+    assert r.returncode == 2 and r.stderr.count("\n") == 1 and "train.jsonl:1: not JSON" in r.stderr
 
 
 # -- signals ---------------------------------------------------------------------------------------------

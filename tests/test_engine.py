@@ -34,7 +34,7 @@ OTHER = toy_model(seed=1, n_layer=1)
 
 def copying(engine, drafter, k, max_n=3):
     """A drafter next to which copies of any length of match are verified."""
-    scheduler = SyncScheduler(engine, drafter, k, lookup=999)
+    scheduler = SyncScheduler(engine, drafter, k, lookup=512)
     scheduler.ngram = NGram(max_n, 1)
     return scheduler
 

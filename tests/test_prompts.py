@@ -32,6 +32,7 @@ STEPS = "\nPlease reason"
 ROWS = [    # row, family, beginning of the prompt, answer, right texts, wrong texts
     (GSM8K, "gsm8k", "2+2?\n", "1004", ["so 7 and then $1,004.00.", "= 1004"],
      ["1004 or 5", "", "none", "100.4", "-1004", "9" * 10_000]),
+    ({"question": "Is it?", "answer": "So\n#### yes"}, "gsm8k", "Is it?\n", "yes", ["yes"], ["no", "", "1"]),
     (MATH_500, "math", "Half?" + STEPS, "\\frac{1}{2}",
      ["\\boxed{3} no, $\\boxed{\\dfrac{1}{2}}$", "\\frac12", "\\boxed{\\tfrac 1 2}",
       "\\boxed{3} or \\fbox{\\frac{1}{2}}"],

@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import TARGET, refused, save_toy_target, seeded, toy_model
+from conftest import ROOT, TARGET, refused, save_toy_target, seeded, toy_model
 
 from minispec import prism, specdiff
 from minispec.core.engine import Engine
@@ -305,10 +305,15 @@ def test_a_real_models_greedy_answers_end_before_they_loop(monkeypatch, shipped)
     assert "1 of 2 greedy answers" in note and "after 10 tokens" in note
 
 
-def test_adaptive_and_the_price_table_draft_whole_windows(shipped):
+def test_adaptive_and_the_price_table_draft_whole_windows(shipped, capsys):
     """Chains may be longer than in training, a window may not."""
     found = methods.chain_drafters(shipped[0], methods.settings(), 32)
     assert found["prism"].depth == 32 and found["specdiff"].gamma == found["specdiff"].config.gamma < 32
+    # One that cannot be used is named.
+    one = methods.settings(drafter=f"{ROOT}/checkpoints/prism")
+    assert list(methods.chain_drafters(shipped[0], one, 32)) == ["ngram", "prism", "eagle"]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" is left out: ")[0] for line in lines] == ["draft", "specdiff"]
 
 
 def test_a_methods_drafts_are_those_of_the_nearest_batch_of_the_price_table(shipped, monkeypatch):

@@ -414,6 +414,7 @@ def test_trajectory_files(trained):                                             
     --order first | begun with order surest, not first
     --dual | begun with dual False, not True
     --temperatures 0 | begun with temperatures \[0.0, 0.5\], not \[0.0\]
+    --prompt-length 161 | begun with prompt_length 160, not 161
     --teacher {toy} | trajectories.* was begun with teacher .*, not
 """))
 def test_trajectories_of_other_settings_are_refused(trained, toy, more, message, monkeypatch):
@@ -475,14 +476,18 @@ def test_a_target_that_knows_no_masks_is_trained_end_to_end(other, tmp_path, mon
 
 # Arguments behind --target, part of the line.
 BAD = """
-{other} --answers {tmp} | settings.json is damaged
+{other} --answers {tmp}/made | settings.json is damaged
 {other} | needs --answers DIR; this makes some: python -m minispec.data.rollouts
 {toy} --answers {answers} | was begun with target .*, not
 {toy} --prompt-length 159 | prompt-length must be 160 or more without --answers, got 159
 {other} --answers nowhere | cannot read nowhere/settings.json
 {other} --answers {answers} --prompt-length 2 | lacks answers to prompts of at most 2
 {toy} --batch 0 | batch 0 is out of range
-{toy} --weights 0 0 0 | weights 0 0 0 leave nothing to train for
+{toy} --weights 0 0 0 | weights must be 0 or more, and one of them above 0, got 0 0 0
+{toy} --weights 1 -1 0 | and one of them above 0, got 1 -1 0
+{toy} --weights nan 1 0 | and one of them above 0, got nan 1 0
+{toy} --temperatures 0 -1 | temperature -1.0 is out of range
+{other} --answers {answers} --teacher {toy} | the teacher .* has another vocabulary than the target
 nowhere | cannot read nowhere: No such file
 {toy} --prompt-length 400 | exceed the context of 512
 """
@@ -490,7 +495,8 @@ nowhere | cannot read nowhere: No such file
 
 @pytest.mark.parametrize("args, message", table(BAD))
 def test_bad_input_is_one_line(args, message, other, toy, tmp_path, monkeypatch):
-    (tmp_path / "settings.json").write_text("[]")
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "settings.json").write_text("[]")
     target, answers = other
     args = args.format(other=target, answers=answers, toy=toy, tmp=tmp_path)
     with pytest.raises(ValueError, match=message):

@@ -207,6 +207,8 @@ def test_a_drafter_starts_from_another(folder):
     train(folder, "longer", f"--init {folder}/short --gamma 6 {still}", kind="specdiff")
     assert same(weights(folder, "short"), weights(folder, "longer"))
     assert [loaded(folder, out, "specdiff").config.gamma for out in ("short", "longer")] == [4, 6]
+    train(folder, "chained", f"--init {folder}/short --markov 2 {still}", kind="specdiff")
+    assert loaded(folder, "chained", "specdiff").config.rank == 2
     # A window drafter from an EAGLE head.
     train(folder, "from-head", f"--init {folder}/one {still}", kind="specdiff")
     made = loaded(folder, "from-head", "specdiff")
@@ -221,6 +223,8 @@ def test_a_drafter_starts_from_another(folder):
         specdiff | one --blind | reads the target's states; --blind cannot change that
         specdiff | short --blind | reads the target's states; --blind cannot change that
         specdiff | short --last-layer | reads three layers; --last-layer cannot change that
+        specdiff | chained --markov 3 | has rank 2, not 3
+        prism | two --arm ttt1 | has 2 modules; ttt1 has 1
     """):
         with refused(message):
             train(folder, "refused", f"--init {folder}/{init}", kind=kind)
@@ -262,6 +266,12 @@ def test_data_prefixes_are_nested_and_answers_belong_to_their_target(folder, tmp
         ids[n] = [shard[f"{i}.ids"].tolist() for i in range(n)]
     assert ids[14][:10] == ids[10]
     other = write_rows(tmp_path / "p.jsonl", [{"prompt": f"Say {i}."} for i in range(20)])
+    few = write_rows(tmp_path / "few.jsonl", [{"prompt": f"Say {i}."} for i in range(4)])
+    more = f"--prompts 10 --responses {folder}/grown --prompt-file {few}"
+    train(folder, "grown", f"--tokens 100 {more}")
+    few.write_text(other.read_text())
+    with refused("is of other texts"):
+        train(folder, "grown", f"--tokens 100 {more}")
     for options, message in table(f"""
         --max-new-tokens 9 | with max_new_tokens 24, not 9; use another folder or the same settings
         --prompt-file {other} | is of other texts; use another --responses folder
@@ -283,6 +293,9 @@ def test_given_answers_are_read_and_trained_on(folder, tmp_path, capsys):
     answer = tokenizer.encode(read[0]["answer"]) + [target.config.eos_id]
     want = rollouts.read(target, prompt, answer, 1)
     assert all(torch.equal(states[f"0.{name}"], want[name]) for name in recorded.Batch._fields)
+    # A text ends with the target's context.
+    long = rollouts.read(target, prompt, [1] * 600, 1)
+    assert [len(x) for x in long.values() if x.dim()] == [512] * (len(long) - 1)
     # Other texts, as many: the states in the folder are not theirs.
     others = write_rows(tmp_path / "h.jsonl", [{**row, "answer": "four"} for row in rows])
     empty = write_rows(tmp_path / "i.jsonl", [{"prompt": "one"}])

@@ -141,6 +141,8 @@ class Engine:
                 self._account(started)
                 yield from committed
         finally:
+            if self.thread:
+                self.thread.submit(int).result()         # an interrupted forward ends before its blocks are free
             self.retire(everything=True)
             self.pending = []
 

@@ -8,6 +8,8 @@ from minispec.core.attention import FullKeys, tree_mask
 from minispec.core.drafters import Drafter, NGram, with_lookup
 from minispec.core.requests import Segment, check_k
 
+MAX_LOOKUP = 512            # prompt-lookup tokens of a forward; see `verify.coins`
+
 
 class Scheduler:
     """The interface between the engine and a scheduler, with the usual answers."""
@@ -50,8 +52,8 @@ class SyncScheduler(Scheduler):
     def __init__(self, engine, drafter=None, k=0, lookup=0):
         if drafter:
             check_k(k, drafter.width)
-        if lookup < 0:
-            raise ValueError(f"lookup {lookup} is out of range; allowed is 0 or more rows")
+        if not 0 <= lookup <= MAX_LOOKUP:
+            raise ValueError(f"prompt-lookup tokens must be 0 to {MAX_LOOKUP}, got {lookup}")
         self.engine = engine
         self.drafter = drafter or Drafter()
         self.k = k

@@ -23,7 +23,6 @@ DATA holds the sets by these names; a set that is not there is left out, and the
 
 Functions of Python's standard library and passages of the books become tasks of their own.
 """
-import argparse
 import ast
 import json
 import random
@@ -31,6 +30,7 @@ import sysconfig
 from pathlib import Path
 
 from minispec.tools.files import read_rows, replaced
+from minispec.tools.script import Parser, run_main
 
 ASKS = ("Summarize: {}", "Summarize the following text in a few sentences.\n\n{}",
         "{}\n\nWhat happens in this passage?", "Rewrite this text in simple words:\n{}",
@@ -110,7 +110,7 @@ def write(path, rows, rng):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     p.add_argument("--data", type=Path, required=True, help="folder of the data sets")
     p.add_argument("--out", type=Path, required=True, help="folder to write to")
     p.add_argument("--seed", type=int, default=0, help="of the order, and of the passages (default 0)")
@@ -131,4 +131,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

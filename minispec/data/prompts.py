@@ -130,7 +130,7 @@ def problem_of(row):
         think, _, answer = re.sub(r"<<.*?>>", "", answer).rpartition("\n#### ")
         think += "\n"
         answer = answer.strip().replace(",", "")
-        check = "number"
+        check = "number" if last_number(answer) is not None else check
         if "turns" not in row:
             family = "gsm8k"
     # id, task_id, question_id or unique_id.

@@ -94,9 +94,9 @@ def fitting(texts, tokenizer, context, left_out):
 # -- a text and the target's states -------------------------------------------------------------------------
 
 def read(target, prompt, answer, temperature):
-    """A text, cut to LONGEST tokens, as the fields of a Batch. The target reads it for its states; on a GPU
-    each training step does so."""
-    ids = torch.tensor((prompt + answer)[:LONGEST], device=target.device)
+    """A text, cut to LONGEST tokens or the target's context, as the fields of a Batch. The target reads it
+    for its states; on a GPU each training step does so."""
+    ids = torch.tensor((prompt + answer)[:min(LONGEST, target.config.block_size)], device=target.device)
     learn = torch.arange(len(ids), device=ids.device) >= len(prompt)
     temperature = torch.tensor(float(temperature), device=ids.device)
     text = {"ids": ids, "learn": learn, "temperature": temperature}
@@ -170,9 +170,13 @@ def shard(file, begin, made):
         with replaced(file) as temporary:
             save_file(tensors, temporary)
     with opened(file) as tensors:
-        for i, ids in enumerate(begin):
-            if tensors.get_tensor(f"{i}.ids")[:len(ids)].tolist() != ids[:LONGEST]:
-                raise ValueError(f"{file} is of other texts; use another --responses folder")
+        texts = {name for name in tensors.keys() if name.endswith(".ids")}
+        same = texts == {f"{i}.ids" for i in range(len(begin))}
+        for i, ids in enumerate(begin if same else []):
+            text = tensors.get_tensor(f"{i}.ids").tolist()
+            same = same and text[:len(ids)] == ids[:len(text)]       # it may be cut
+        if not same:
+            raise ValueError(f"{file} is of other texts; use another --responses folder")
     return file
 
 

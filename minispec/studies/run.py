@@ -184,7 +184,7 @@ def run(args, model, tokenizer):
     compared by tokens/s. `dlm` takes a whole forward per token, so it gets one request of each workload.
 
     Every drafter has the best number of drafts per round for the batch by the cost table, unless --k gives it.
-    At batch 1 trained drafters have none: ending a chain where they are unsure is better than any fixed number.
+    At batch 1 trained drafters have none, because they end a chain where they are unsure.
     """
     how = size(args, tokenizer)
     names = suitable(args, model)

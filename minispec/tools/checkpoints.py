@@ -15,7 +15,7 @@ from minispec.tools import gguf_file
 from minispec.tools.files import naming, opened, read_json, replaced, write_json
 from minispec.tools.hf_config import checked, from_hf_config, to_hf_config, weight_names
 
-TEMPLATE = "chat_template.jinja"         # in some folders it is part of tokenizer_config.json
+OPTIONAL = "chat_template.jinja", "generation_config.json"      # that not every folder has
 
 
 def save(model, folder, tokenizer_of=None):
@@ -27,9 +27,9 @@ def save(model, folder, tokenizer_of=None):
         tensors.update(zip(theirs, state[ours].split(rows)))
     write_folder(folder, tensors, to_hf_config(model.config, str(model.dtype).removeprefix("torch.")))
     if tokenizer_of:
-        for name in ("tokenizer.json", "tokenizer_config.json", TEMPLATE):
+        for name in ("tokenizer.json", "tokenizer_config.json", *OPTIONAL):
             source = os.path.join(tokenizer_of, name)
-            if name != TEMPLATE or os.path.exists(source):
+            if name not in OPTIONAL or os.path.exists(source):
                 with replaced(os.path.join(folder, name)) as temporary:
                     shutil.copyfile(source, temporary)
 

@@ -5,7 +5,6 @@ build(model, settings) returns scheduler(engine); its docstring is shown by --he
 their own loop (cdlm.py) and their own output, and a table of their own. Errors are a ValueError of one line.
 """
 import argparse
-import contextlib
 import os
 import sys
 from functools import partial
@@ -15,6 +14,7 @@ from minispec.core import drafters
 from minispec.adaptive import Adaptive
 from minispec.core.admission import POLICIES
 from minispec.core.engine import Engine
+from minispec.core.requests import check_k
 from minispec.core.scheduler import SyncScheduler
 from minispec.costs import CostTable, read_costs
 from minispec.data.tokenizer import Tokenizer
@@ -56,6 +56,8 @@ def prism_chain_or_tree(model, settings, name="prism"):
     trained = _trained(name, prism.PrismConfig, model, settings)
     depth = settings.k or trained.config.depth
     drafter = prism.PrismDrafter(trained, model, depth, name)
+    if settings.tree < 0:
+        raise ValueError(f"tree must be 0 or more drafts, got {settings.tree}")
     if settings.tree:
         width = max(round(settings.tree ** 0.5), 2)
         drafter = prism.PrismTreeDrafter(trained, model, depth, width, name)
@@ -91,6 +93,7 @@ def adaptive(model, settings):
                          f"--model {settings.model}")
     cost = CostTable(read_costs(file))
     k = settings.k or 16
+    check_k(k)
     candidates = []
     for name, drafter in chain_drafters(model, settings, k).items():
         if name in cost.drafters:
@@ -202,8 +205,10 @@ def chain_drafters(model, settings, k):
         if name not in ("ngram", "draft", *TRAINED):
             continue
         chains.k = None if name == "specdiff" else k
-        with contextlib.suppress(ValueError):            # trained for another target
+        try:
             found[name] = make_engine(name, model, chains, 1).scheduler.drafter
+        except ValueError as e:
+            print(f"{name} is left out: {e}", file=sys.stderr)
     return found
 
 
