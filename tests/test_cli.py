@@ -66,8 +66,6 @@ BAD = f"""
 --admission luck | invalid choice: 'luck' (choose from
 --top-p 0 | top-p 0.0 is out of range
 --top-k -1 | top-k -1 is out of range
---method ngram --prompt-lookup 513 | prompt-lookup tokens must be 0 to 512, got 513
---method prism --tree -1 | tree must be 0 or more drafts, got -1
 --method specgen --sparsity 2 | sparsity 2.0 is out of range
 --method specgen --select best | argument --select: invalid choice: 'best'
 --batch 0 | argument --batch: must be 1 or more, got 0
