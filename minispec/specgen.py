@@ -42,8 +42,8 @@ import torch
 import torch.nn.functional as F
 
 from minispec.core.attention import FullKeys
-from minispec.core.scheduler import Scheduler
 from minispec.core.requests import Segment, check_k
+from minispec.core.scheduler import Scheduler
 from minispec.core.verify import choose, warp
 
 SELECTIONS = ("ahead", "pillar", "window")

@@ -170,13 +170,12 @@ def shard(file, begin, made):
         with replaced(file) as temporary:
             save_file(tensors, temporary)
     with opened(file) as tensors:
-        texts = {name for name in tensors.keys() if name.endswith(".ids")}
-        same = texts == {f"{i}.ids" for i in range(len(begin))}
-        for i, ids in enumerate(begin if same else []):
-            text = tensors.get_tensor(f"{i}.ids").tolist()
-            same = same and text[:len(ids)] == ids[:len(text)]       # it may be cut
-        if not same:
-            raise ValueError(f"{file} is of other texts; use another --responses folder")
+        texts = {name: tensors.get_tensor(name).tolist() for name in tensors.keys() if name.endswith(".ids")}
+    wanted = {f"{i}.ids": ids for i, ids in enumerate(begin)}
+    # A text goes on behind its prompt, or is cut.
+    if texts.keys() != wanted.keys() or any(text[:len(wanted[name])] != wanted[name][:len(text)]
+                                            for name, text in texts.items()):
+        raise ValueError(f"{file} is of other texts; use another --responses folder")
     return file
 
 
