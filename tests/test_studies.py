@@ -299,10 +299,22 @@ def test_a_real_models_greedy_answers_end_before_they_loop(monkeypatch, shipped)
     constant = toy_model(vocab=tokenizer.vocab_size)
     with torch.no_grad():
         constant.head.weight.zero_()
-    args = methods.settings(quick=True)
+    args = methods.settings(quick=True, data=None)
     lengths, note = run.before_loops({"a": 0, "b": 1}, tokenizer, constant, args, 30)
     assert lengths == {"a": 10, "b": 6}
     assert "1 of 2 greedy answers" in note and "after 10 tokens" in note
+    # Traces and prices are of the same answers.
+    some = run.traces_of({}, constant, args, tokenizer, run.Size(30, 1, {}, {}, {}, 4, {}), 1)
+    assert [t.n_out for t in some] == [10, 6]
+
+
+@pytest.mark.parametrize("how, workloads", [(run.SMALL, 6), (run.REAL, 9), (run.ANSWERS, 9)])
+def test_mixtures_have_as_many_problems_of_each_workload(how, workloads):
+    ids = [f"{w}/{i}" for i in range(how.traced) for w in range(workloads)]
+    mixed = [own for name, _, own, _ in run.cells_of(ids, how, {}) if name == "mixed"]
+    assert len(mixed) == len(how.mixed)
+    for own in mixed:
+        assert len({sum(i.startswith(f"{w}/") for i in own) for w in range(workloads)}) == 1
 
 
 def test_adaptive_and_the_price_table_draft_whole_windows(shipped, capsys):
