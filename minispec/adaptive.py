@@ -10,8 +10,8 @@ is accepted, is estimated from counts: a request's estimate is shrunk to the one
 shrunk to a prior, the drafter's acceptance on other texts. Counts decay, so a drafter that failed is tried
 again later. Prompt lookup costs nothing, so it runs in every round, next to any drafter. If a request decodes
 alone, the tokens found are also verified next to another drafter's. SmartSpec sets one k for the batch; here
-each request chooses, as if all the batch chose like it. Only committed tokens decide, so rejection sampling
-stays exact.
+each request chooses, as if all the batch chose like it. A trained drafter ends its chains itself: its k only
+decides whether it drafts. Only committed tokens decide, so rejection sampling stays exact.
 """
 from collections import defaultdict
 from functools import cache, partial
