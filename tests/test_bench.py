@@ -26,7 +26,7 @@ from minispec import bounds, traces
 from minispec.bounds import AVERAGES
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.requests import Request
-from minispec.data import tasks
+from minispec.data import mixture, tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies import measure, results, run
 from minispec.tools import checkpoints, methods
@@ -406,6 +406,9 @@ def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):
     assert results.read_json(tmp_path / "run.json")["seconds"] == 20
 
 
+EDIT_FILE = "instruct/instruction-data.json"
+
+
 def test_a_real_model_gets_real_prompts(tmp_path):
     """Spec-Bench's blocks, HumanEval and rewriting tasks of a data folder; without one, the texts that ship.
     Workloads in turn, no problem twice."""
@@ -417,7 +420,7 @@ def test_a_real_model_gets_real_prompts(tmp_path):
         "gsm8k/test.jsonl": """[
             {"question": "q0", "answer": "1\\n#### 1"}, {"question": "q1", "answer": "1\\n#### 1"}]""",
         "humaneval/HumanEval.jsonl": json.dumps(code),
-        "instruct/instruction-data.json": """[
+        EDIT_FILE: """[
             {"instruction": "Rewrite it in the passive.", "input": "It ate.", "output": "x"},
             {"instruction": "Rewrite it in the passive.", "input": "She ate.", "output": "x"},
             {"instruction": "Rewrite it.", "input": "", "output": "x"},
@@ -432,6 +435,7 @@ def test_a_real_model_gets_real_prompts(tmp_path):
     assert later["edit"] == some["edit"]
     # The drafters' training may have read the other one.
     assert some["edit"][0].prompt == "Rewrite it in the passive.\nIt ate.\n"
+    assert some["edit"][0].prompt in [p + "\n" for p, _ in mixture.rows_of(tmp_path, EDIT_FILE)]
     in_turn = run.numbered(real, 2, str(tmp_path))
     assert list(in_turn) == [f"{w}/{i}" for i in range(2) for w in some if i < len(some[w])]
     shipped, later = results.problems_of(real, 2), results.problems_of(real, 2, first=2)

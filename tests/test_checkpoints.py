@@ -195,6 +195,15 @@ def test_shards_are_read_and_files_beside_the_weights_are_not(tmp_path):
     assert same(checkpoints.load(str(tmp_path)), other)
 
 
+def test_a_copy_knows_all_ends_of_text(tmp_path):
+    """Some of them are in generation_config.json alone."""
+    source = tmp_path / "source"
+    shutil.copytree(TARGET, source)
+    (source / "generation_config.json").write_text('{"eos_token_id": [0, 7]}')
+    checkpoints.save(checkpoints.load(str(source)), tmp_path / "copy", source)
+    assert 7 in Tokenizer.load(tmp_path / "copy").ends
+
+
 @pytest.mark.parametrize("head", [1.0, 2.0])
 def test_a_head_that_is_stored_is_the_head(head, tmp_path):
     """Also if the config calls it tied, as in some small Qwen3 models."""

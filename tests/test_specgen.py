@@ -1,5 +1,6 @@
 """PillarAttn: which positions are selected, which of them a draft row reads, and that no key or value of
 sparse attention outlives a round; then the schedule."""
+import time
 
 import pytest
 import torch
@@ -272,6 +273,29 @@ def test_a_delayed_verification_stalls_its_request_once():
     assert sum(i["stalled"] for i in engine.iterations) >= sum(len(g.rounds) for g in got)
     for i in engine.iterations:
         assert i["draft"] + i["verify"] + i["prefill"] > 0 or i["stalled"]
+
+
+def test_an_interrupt_waits_for_the_forward_before_blocks_are_free(monkeypatch):
+    engine = Engine(MODEL, lambda e: SpecGen(e, k=4, delayed=True), 1)
+    forward, retire, order = engine.forward, engine.retire, []
+
+    def slow(segments):
+        time.sleep(0.2)
+        order.append("forward")
+        return forward(segments)
+
+    def noted(everything=False):
+        order.extend(["retire"] * everything)
+        retire(everything)
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    for name, patch in dict(forward=slow, retire=noted, commit=interrupted).items():
+        monkeypatch.setattr(engine, name, patch)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([Request(PROMPT, 8)])
+    assert order == ["forward", "retire"]
 
 
 # -- cost model ----------------------------------------------------------------------------------------------

@@ -125,7 +125,12 @@ def test_eagle_reads_the_texts_before_it_is_timed(monkeypatch):
 def test_stages_of_the_system_continue_texts_of_different_lengths(texts, monkeypatch):
     for name, value in dict(LENGTHS=(300, 600), MORE=20).items():  # a tenth of it is asked for
         monkeypatch.setattr(specgen, name, value)
+    asked = []
+    monkeypatch.setattr(specgen, "Request", lambda *args: asked.append(Request(*args)) or asked[-1])
     found = specgen.scheduler(texts, MODEL, None)
+    # Greedy answers would loop. A text has its seed in every stage.
+    drawn = [r.sampling for r in asked if r.sampling.temperature == specgen.TEMPERATURE]
+    assert len(drawn) == 8 * len(specgen.STAGES) and {s.seed for s in drawn} == set(range(8))
     assert [r["stage"] for r in found["rows"]] == list(specgen.STAGES)
     assert whole(found["table"])
     assert found["cache_tokens"] == (sum(30 + i * 30 // 7 for i in range(8)) + 8 * 20) // 2
@@ -313,6 +318,7 @@ def test_mixtures_have_as_many_problems_of_each_workload(how, workloads):
     ids = [f"{w}/{i}" for i in range(how.traced) for w in range(workloads)]
     mixed = [own for name, _, own, _ in run.cells_of(ids, how, {}) if name == "mixed"]
     assert len(mixed) == len(how.mixed)
+    assert how.traced <= run.PRICED                      # no problem has fitted the prices
     for own in mixed:
         assert len({sum(i.startswith(f"{w}/") for i in own) for w in range(workloads)}) == 1
 

@@ -201,7 +201,7 @@ def speed(args, model, tokenizer):
     wanted = ("ngram", *methods.TRAINED, *TREES, *COPIES, COMBINED)
     names = [name for name in suitable(args, model, TREES + COPIES) if name in wanted]
     how = QUICK if args.quick else ANSWERS
-    # One prompt of each workload; hardly any answer to a puzzle repeats itself.
+    # One prompt of each workload, of a real model alone.
     whole = {} if tokenizer.is_puzzle_model else {1: len(results.problems_of(tokenizer, 1, args.data))}
     rows, cut = observe("speed", args, model, tokenizer, how, names, whole)
     lines = methods_table(rows)
