@@ -10,8 +10,9 @@ is accepted, is estimated from counts: a request's estimate is shrunk to the one
 shrunk to a prior, the drafter's acceptance on other texts. Counts decay, so a drafter that failed is tried
 again later. Prompt lookup costs nothing, so it runs in every round, next to any drafter. If a request decodes
 alone, the tokens found are also verified next to another drafter's. SmartSpec sets one k for the batch; here
-each request chooses, as if all the batch chose like it. A trained drafter ends its chains itself: its k only
-decides whether it drafts. Only committed tokens decide, so rejection sampling stays exact.
+each request chooses, as if all the batch chose like it, but besides prompt lookup only one drafter drafts in
+a round. A trained drafter ends its chains itself: its k only decides whether it drafts. Only committed tokens
+decide, so rejection sampling stays exact.
 """
 from collections import defaultdict
 from functools import cache, partial
@@ -69,23 +70,24 @@ class Adaptive(Drafter):
         lookups = self.lookup.propose(requests, limits)
         context = sum(len(r.tokens) for r in requests) // len(requests)
         seconds = self.prices(len(requests), context // BUCKET)
-        out, asked = [], defaultdict(list)               # asked: drafter -> [(index of a request, drafts)]
-        for i, (r, limit, (found, _)) in enumerate(zip(requests, limits, lookups)):
-            name, k, n_lookup = self._choose(r, limit, len(found), seconds)
-            self.chosen[r] = name
+        for r, limit, (found, _) in zip(requests, limits, lookups):
+            self.promises[r] = self._promise(r, limit, len(found), seconds)
+        shared = self._shared(requests)
+        out, asked = [], []                              # asked: the requests that `shared` drafts for
+        for i, (r, (found, _)) in enumerate(zip(requests, lookups)):
+            best = self.promises[r]
+            name = max(("target", self.lookup.name, shared), key=lambda name: best[name][2])
+            self.chosen[r] = name = name if best[name][0] else "target"
             self.drafted[r] = [(self.lookup.name, found, len(r.tokens))]
-            out.append((found[:n_lookup], None))
-            if name not in (self.lookup.name, "target"):
-                asked[name].append((i, k))
-        # 3. Each drafter drafts for the requests that chose it.
-        for name, some in asked.items():
-            drafter = self.drafters[name]
-            # A drafter with min_confidence ends a chain itself.
-            ks = [limits[i] if drafter.min_confidence else k for i, k in some]
-            drafts = drafter.propose([requests[i] for i, _ in some], ks)
-            for (i, _), proposal in zip(some, drafts):
-                r = requests[i]
-                self.drafted[r].append((name, proposal[0], len(r.tokens)))
+            out.append((found[:best[self.lookup.name][0]], None))
+            if name not in ("target", self.lookup.name):
+                asked.append(i)
+        # 3. Draft. A drafter with min_confidence ends a chain itself.
+        if asked:
+            drafter, some = self.drafters[shared], [requests[i] for i in asked]
+            ks = [limits[i] if drafter.min_confidence else self.promises[requests[i]][shared][0] for i in asked]
+            for i, r, proposal in zip(asked, some, drafter.propose(some, ks)):
+                self.drafted[r].append((shared, proposal[0], len(r.tokens)))
                 # Trees are slow in a batch.
                 room = limits[i] - len(proposal[0]) if len(requests) == 1 else 0
                 out[i] = with_lookup(proposal, out[i][0][:room])
@@ -101,11 +103,11 @@ class Adaptive(Drafter):
             for counts in (self.history[r], self.counts):
                 counts[name] += accepted, min(accepted + 1, len(right))
 
-    def _choose(self, r, limit, n_found, seconds):
-        """(drafter, number of drafts, number of prompt-lookup tokens to verify, of n_found). seconds: of
-        `_prices`."""
+    def _promise(self, r, limit, n_found, seconds):
+        """{drafter: [drafts, tokens, tokens/s] of its best number of drafts} for a request with n_found
+        prompt-lookup tokens. seconds: of `_prices`."""
         own = self.history[r]
-        best = {"target": [0, 1.0, 1 / seconds["target"][0]]}    # drafter -> drafts, tokens, tokens/s
+        best = {"target": [0, 1.0, 1 / seconds["target"][0]]}
         for name, drafter in self.drafters.items():
             is_lookup = drafter is self.lookup
             prior = min(MAX_PRIOR, self.cost.accept.get(name, MAX_PRIOR))
@@ -118,10 +120,12 @@ class Adaptive(Drafter):
             goodput = tokens / price
             k = int(goodput.argmax())
             best[name] = [k, float(tokens[k]), float(goodput[k])]
-        self.promises[r] = best
-        name = max(best, key=lambda name: best[name][2])
-        k, n_lookup = best[name][0], best[self.lookup.name][0]
-        return name if k else "target", k, n_lookup
+        return best
+
+    def _shared(self, requests):
+        """The drafter, besides prompt lookup, of most tokens per second of the batch: two would take turns."""
+        total = lambda name: sum(self.promises[r][name][2] for r in requests)
+        return max((name for name in self.drafters if name != self.lookup.name), key=total, default="target")
 
     def _prices(self, batch, bucket):
         """{drafter: seconds of a round (k + 1,), by number of drafts} of a batch."""

@@ -5,6 +5,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from conftest import ids_of, near_toy, refused, toy_model
 from test_bounds import Round, linear, time_of
 import test_engine
@@ -145,8 +146,22 @@ def test_the_choice_has_the_most_expected_tokens_per_second():
             for k in range(1, (found if name == "ngram" else limit) + 1):
                 seconds = cost.step(128, k + 1) + (name != "ngram") * cost.draft(name, 128, k)
                 best[name, k] = sum(chance**j for j in range(k + 1)) / seconds
-        name, k, _ = chooser._choose(r, int(limit), int(found), chooser.prices(1, 0))
-        assert (name, k) == max(best, key=best.get)
+        promised = chooser._promise(r, int(limit), int(found), chooser.prices(1, 0))
+        name = max(promised, key=lambda name: promised[name][2])
+        assert (name, promised[name][0]) == max(best, key=best.get)
+
+
+def test_one_drafter_drafts_for_a_batch():
+    """Two requests would take one drafter, two the other, and the fifth none."""
+    chooser = Adaptive([NGram(3, 1), small(CLOSE), small(OTHER, "far")], prices(), 4)
+    some = [Request(list(range(i, i + 8)), 20) for i in range(5)]
+    for name, right, own in [("draft", 0.9, some[:2]), ("far", 0.8, some[2:4]), ("draft", 0.0, some[4:])]:
+        for r in own:
+            for d in ("draft", "far"):
+                chooser.history[r][d][:] = 100 * (right if d == name else 0.0), 100
+    with torch.inference_mode():
+        chooser.propose(some, [4] * 5)
+    assert [chooser.chosen[r] for r in some] == ["draft", "draft", "target", "target", "target"]
 
 
 def test_choices_follow_prices_and_acceptance():

@@ -169,6 +169,15 @@ def test_output_in_the_readme_is_real():
         assert shown == report.table(read_json(os.path.join(ROOT, name))) + "\n"
 
 
+def test_the_puzzle_models_column_in_the_readme_is_its_own_result():
+    """It is pasted when the real model is measured, so a later `speed` of the puzzle model would leave it old."""
+    means = read_json(f"{ROOT}/results/speed.json")["result"]["means"]
+    head, _, *lines = re.search(r"<!-- table smollm2/speed short -->\n(.*?)\n\n", read("README.md"), re.S)[1].split("\n")
+    column = [name.strip() for name in head.split("|")].index("puzzle model")
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines]
+    assert {own[1]: own[column] for own in cells} == means
+
+
 def test_minutes_in_the_readme_are_the_lessons():
     table = re.findall(r"`(minispec/\w+\.py)` \| \[(\d+ minutes)\]\((docs/\w+\.md)\)", read("README.md"))
     assert len(table) == 5
