@@ -3,7 +3,7 @@
     python bench.py                     # every method: where its time goes, and what would be possible
     python bench.py serving --quick     # one study, a tenth of the work: does it run here?
 
-    python bench.py all --force         # all studies again, some hours on 2 CPU cores
+    python bench.py all --force         # all but cdlm_ablations and arms, some hours on 2 CPU cores
     python bench.py run serving --device cpu                   # the results of a GPU go to results/gpu
     python bench.py --pages             # only paste tables into the pages; docs/plots.py draws the figures
 

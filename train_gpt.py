@@ -1,6 +1,6 @@
 """Train the target model, and distil the small draft model from it. One page, nanoGPT style.
 
-    python train_gpt.py --out mine/target                                   # about 100 minutes on 2 CPU cores
+    python train_gpt.py --out mine/target                                   # over two hours on 2 CPU cores
     python train_gpt.py --out mine/draft --size micro --teacher mine/target --tokens 4e6
     python train_gpt.py --out /tmp/toy --size tiny --tokens 2e5             # seconds; see the whole chain run
 

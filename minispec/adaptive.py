@@ -10,7 +10,7 @@ is accepted, is estimated from counts: a request's estimate is shrunk to the one
 shrunk to a prior, the drafter's acceptance on other texts. Counts decay, so a drafter that failed is tried
 again later. Prompt lookup costs nothing, so it runs in every round, next to any drafter. If a request decodes
 alone, the tokens found are also verified next to another drafter's. SmartSpec sets one k for the batch; here
-each request chooses, as if all the batch chose like it, but besides prompt lookup only one drafter drafts in
+each request chooses, as if the whole batch did, but besides prompt lookup only one drafter drafts in
 a round. A trained drafter ends its chains itself: its k only decides whether it drafts. Only committed tokens
 decide, so rejection sampling stays exact.
 """

@@ -20,10 +20,10 @@ masked in y*. q: the student. The paper's tau is `threshold`.
 What differs from the paper:
   - The threshold is 0.99, not 0.9, and if no slot is above it, the first masked slot is revealed, not the
     most confident: see `pick`. Trajectories are recorded most confident slot first, as in the paper.
-  - The row of a slot predicts the token behind it, as in the autoregressive model that the weights come from
+  - The row of a slot predicts the token after it, as in the autoregressive model that the weights come from
     (and in Dream, not in LLaDA). So the row before a block is fed once more with the block.
-  - L_distill and L_dlm train all blocks of an answer in one forward: see `two_copies`. A part of the masks of
-    L_dlm follows the text: see `turns`. No LoRA: all weights learn.
+  - L_distill and L_dlm train all blocks of an answer in one forward: see `two_copies`. Some masks of L_dlm
+    are in reading order: see `turns`. No LoRA: all weights learn.
   - The shipped student was trained with L_dlm at weight 1.
 """
 import time

@@ -19,7 +19,7 @@ reads then. accept: chance that a draft is accepted, measured on other texts; th
         request; linear between points, and along the last segment beyond the last point
     {"kind": "share", "of_verify": x}     a drafter that takes this part of the verification that follows
 
-The paper's cost ("Speculative Decoding: Performance or Illusion?", arXiv 2601.11580) is seven constants in
+The paper's cost ("Speculative Decoding: Performance or Illusion?", arXiv 2601.11580) is eight constants in
 the code, fitted at one k. Here costs may be a measured grid. numpy and the standard library only.
 """
 import json

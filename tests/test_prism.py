@@ -4,16 +4,18 @@ reads one module. What PRISM shares with other trained drafters is in test_train
 import itertools
 import math
 import random
+import re
 
 import pytest
 import torch
-from conftest import attend_alone, cached_kv, dense_logits, fresh_kv, only_keys, seeded
+from conftest import ROOT, attend_alone, cached_kv, dense_logits, fresh_kv, only_keys, seeded
 from test_specdiff import V, chi_square_of
 from test_trained import CASES, MAPS, TARGET, case, features_of, prompts, texts, toy_prism, trained
 
 from minispec import prism
 from minispec.core.attention import tree_mask
 from minispec.core.engine import Engine
+from minispec.core.gpt import dense_attend
 from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling, draw, verify_tree
@@ -75,6 +77,16 @@ def test_states_in_training_equal_states_in_drafting(step_map, layers):
         wrong = max(wrong, (again[:, row] - want).abs().max().item())
     # Context keys of the wrong module are something else; with one module there is no wrong one.
     assert wrong > 0.05 if max(step_map) else wrong < 1e-4
+
+
+def test_the_shortened_test_of_the_page_runs():
+    with open(f"{ROOT}/docs/debug-drafter.md", encoding="utf-8") as f:
+        code = re.search(r"```python\n(.*?)```", f.read(), re.S)[1]
+    ids = torch.randint(0, 12, (331,), generator=seeded(1)).tolist()
+    names = {**globals(), "drafter": DRAFTERS[2], "ids": ids}
+    exec(code, names)
+    names["test_states_in_training_equal_states_in_drafting"]()
+
 
 
 @pytest.mark.parametrize("ids", [list(range(12)), [1, 2, 3, 5, 7, 8]], ids=["all tokens", "some"])
