@@ -7,8 +7,9 @@ by chance.
 
 import pytest
 import torch
-from conftest import chi_square, seeded
+from conftest import chi_square, refused, seeded
 
+from minispec.core import verify
 from minispec.core.noise import stream
 from minispec.core.verify import LEAST_TEMPERATURE, Sampling, draw, rejection, scores, warp
 
@@ -175,3 +176,9 @@ def test_noise_draws_from_p_and_couples_drafts(sampling):
 
 def test_control_noise_at_two_positions_is_rejected():
     assert coupled(Sampling(1.0), move=0)[0] < 1e-6
+
+
+def test_large_sums_of_halves_are_numbers():
+    verify.check_numbers(torch.full((2, 50_000), -2.0, dtype=torch.float16))
+    with refused("must be numbers"):
+        verify.check_numbers(torch.tensor([1.0, float("nan")], dtype=torch.float16))

@@ -24,7 +24,8 @@ Sampling.rule determines, above temperature 0, how drafts are drawn and which ru
     walk        drafts are drawn from q with other noise; the walk (of K chains: SpecDiff-2 2511.00606)
     selection   the same, but of SpecDiff-2's trees only the path is walked that its `best_path` selects
     rejection   drafts are drawn from q with other noise; rejection, if they have a q. Prompt-lookup tokens
-                and trees that were chosen without chance have none: the walk
+                alone and trees that were chosen without chance have none: the walk. Beside a drawn chain,
+                prompt-lookup tokens count as drawn from a point mass
 
 Rejection is exact only if d was drawn from q. A drafter that proposes its argmax draws from a point mass:
 dividing by its softmax is a common mistake, and a test shows the bias. Selection may use p, but must then
@@ -113,7 +114,7 @@ def verify(segments, logits):
 
 def choose(segments, logits, drafting=False):
     """The choices in the last n rows of each of `segments` (requests.Segment): a list of n tokens each.
-    logits: (n, V) of each. drafting: the logits are a drafter's, and its choices are drafts."""
+    logits: (n, V) of each. drafting: the logits are SpecGen's, and its choices are drafts."""
     groups = {}                                          # settings -> indices of segments
     for i, s in enumerate(segments):
         sampling = s.request.sampling.drafting if drafting else s.request.sampling
@@ -124,7 +125,9 @@ def choose(segments, logits, drafting=False):
         for i in group:
             s, n = segments[i], len(logits[i])
             streams += [stream(s.request.sampling.seed, sampling.lane if drafting else TARGET)] * n
-            positions += [position + 1 for position in s.positions[-n:]]
+            # SpecGen's q depends on rejected drafts of earlier rounds, so each round has noise of its own.
+            apart = s.request.n_cached << 32 if drafting and sampling.lane != TARGET else 0
+            positions += [position + 1 + apart for position in s.positions[-n:]]
         rows = torch.cat([logits[i] for i in group])
         best = scores(rows, sampling, streams, positions).argmax(-1).tolist()
         for i in group:
@@ -255,7 +258,7 @@ def argmax(logits):
 
 def check_numbers(logits):
     """ValueError if a logit is not finite, because then no token can be chosen. Waits for a GPU."""
-    # A sum takes a tenth of the time of isnan.
-    if not math.isfinite(logits.sum()):
+    # A sum takes a tenth of the time of isnan; in fp16 it would overflow.
+    if not math.isfinite(logits.sum(dtype=torch.float32)):
         raise ValueError("the logits of the model must be numbers, got NaN: its weights are damaged, or too "
                          "large for this --dtype")
