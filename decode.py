@@ -33,7 +33,7 @@ from minispec.data import prompts, tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import checkpoints, gguf_file, methods
 from minispec.tools.answers import UNKNOWN, requests_of
-from minispec.tools.files import write_json
+from minispec.tools.files import write_json, written_to
 from minispec.tools.load import Load
 from minispec.tools.recorder import Recorder, write_page
 from minispec.tools.report import compare, figures, table
@@ -122,11 +122,15 @@ def check(args):
                          "not with --method cdlm or dlm, which do not chat")
     if args.explain and (diffusion or args.method == "ar" or several or args.chat):
         raise ValueError("--explain is for methods that verify drafts and --batch 1; --html shows the others")
+    if args.size is not None and not args.task:
+        raise ValueError("--size is for --task")
+    if args.n and not (args.task or args.prompts):
+        raise ValueError("--n is for --task and --prompts")
     if args.compare and (args.explain or args.html):
         raise ValueError("--compare goes without --explain and --html, whose work would be timed")
     for path in filter(None, (args.json, args.html)):
-        check_writable(path, [args.prompts, methods.costs_of(args), args.model])
-    if args.html and args.html == args.json:
+        check_writable(path, [args.prompts, methods.costs_of(args), args.model, args.target, args.drafter])
+    if args.html and args.json and written_to(args.html) == written_to(args.json):
         raise ValueError(f"--html and --json must be different files, got {args.json}")
 
 
@@ -254,6 +258,7 @@ def main(argv=None):
         engine = None                                    # its cache is not needed any more
         plain = answer(make("ar"), problems, tokenizer, args, quiet=True)
         compare(result, plain, target, args.sampling)
+        result |= {"busy": plain["busy"]} if "busy" in plain else {}
 
     # Report. The files first, because standard output may be closed or full.
     lines = ["", *(recorder.lines(args.explain) if args.explain else []), table(result)]

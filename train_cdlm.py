@@ -43,6 +43,7 @@ BLOCK_SIZES = (4, 8, 16, 32)     # B; they divide cdlm.GEN_LENGTH
 BLOCK_WARMUP = 0.5               # of the teacher's steps have block-causal attention
 IN_ORDER = 0.6                   # of the blocks are masked in reading order: see `cdlm.turns`
 SHARD = 32                       # trajectories in a file
+OWN_NAMES = ("target", "teacher", "trajectories", "")    # of other folders in --out
 HELDOUT = 15                     # examples of the held-out loss
 
 
@@ -74,6 +75,8 @@ def parse_args():
         help="weights of the student's losses (default 1 0.5 0.01)")
     add("--reverse-kl", action="store_true", help="distillation and consistency by KL(student || goal)")
     args = training.parsed(p)
+    if args.name in OWN_NAMES:
+        raise ValueError(f"name must be none of {', '.join(OWN_NAMES[:-1])}, got '{args.name}'")
     if not all(0 <= x <= training.MOST for x in args.weights) or not any(args.weights):
         raise ValueError("weights must be 0 or more, and one of them above 0, got "
                          + " ".join(f"{x:g}" for x in args.weights))
@@ -183,8 +186,8 @@ def with_mask(source, folder):
     new.to(old.dtype).load_state_dict(state)
     checkpoints.save(new, folder, source)
     data = read_json(file)
-    added = data["added_tokens"]
-    added.append({**added[-1], "id": old.config.vocab_size, "content": MASK, "special": True})
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    data["added_tokens"].append({"id": old.config.vocab_size, "content": MASK, "special": True, **plain})
     write_json(file, data)
     return folder
 
@@ -224,8 +227,9 @@ def collect_trajectories(args, tokenizer, example, folder, teacher):
         if not os.path.exists(file):
             requests = [Request(example(n)[0], cdlm.GEN_LENGTH, Sampling(t, seed=n), tokenizer.ends)
                         for n, t in cells[start:start + SHARD]]
+            found = collect(decoder, requests, args.prompt_length)
             with replaced(file) as temporary:
-                save_file(collect(decoder, requests, args.prompt_length), temporary)
+                save_file(found, temporary)
         shards.append(read_tensors(file))
     with naming(folder):
         data = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
@@ -249,7 +253,7 @@ def train(args, mask_id, example, folder, source, lr, weights, data=None):
                          f"the context of {model.config.block_size}")
     weights = dict(zip(("distill", "cons", "dlm"), weights))
     teacher_head = model.head.weight.detach().clone()    # a student starts as its teacher
-    run = Run(args, folder, model, args.steps, args.lr or lr, muon=True)
+    run = Run(args, folder, model, args.steps, lr if args.lr is None else args.lr, muon=True)
     for step in run.steps():
         g = generator_of(args, step)
         blockwise = bool(data) or step < args.steps * BLOCK_WARMUP

@@ -19,9 +19,10 @@ from minispec.core.losses import Divergence
 from minispec.tools import checkpoints
 from minispec.data import corpus, tasks
 from minispec.core.gpt import dense_attend
-from minispec.tools import training
-from minispec.tools.script import Parser, run_main
 from minispec.data.tokenizer import Tokenizer
+from minispec.tools import training
+from minispec.tools.hf_config import checked
+from minispec.tools.script import Parser, run_main
 from minispec.tools.training import Run, bf16, locked
 
 # -- settings -------------------------------------------------------------------------------------
@@ -130,9 +131,9 @@ def evaluate(model, tokenizer):
 def make_model(args, tokenizer, teacher):
     """A new model that fits the tokenizer and the teacher."""
     special = tokenizer.special
-    config = gpt.GPTConfig(**{**gpt.SIZES[args.size], "vocab_size": tokenizer.vocab_size},
-                           block_size=max(args.max_length, 2048), bos_id=special["<|bos|>"],
-                           eos_id=special["<|eos|>"])
+    config = checked(gpt.GPTConfig(**{**gpt.SIZES[args.size], "vocab_size": tokenizer.vocab_size},
+                                   block_size=max(args.max_length, 2048), bos_id=special["<|bos|>"],
+                                   eos_id=special["<|eos|>"]))
     if teacher and teacher.config.block_size < config.block_size:
         raise ValueError(f"{args.teacher} has a context of {teacher.config.block_size}; "
                          f"it must have {config.block_size} or more")

@@ -20,13 +20,14 @@ on the same answers. Streak objectives barely move a drafter that is never right
 one (--init). Interrupt it at any time: the same command continues. Writes config.json, model.safetensors,
 log.jsonl, command.txt, and resume.pt with the optimisers' state.
 
-heldout_tau estimates the tokens a round would commit, bonus included: greedy, the argmax at temperature 0;
-point_mass and rejection, chains drawn from the drafter, under the answers' temperature.
+heldout_tau estimates the tokens a round would commit, bonus included: greedy, the drafter's argmax against the
+answers' tokens, sampled ones too; point_mass and rejection, chains drawn from the drafter, under the answers'
+temperature.
 """
 from dataclasses import replace
 
 import minispec  # noqa: F401  before torch: it tunes the allocator
-from minispec import specdiff
+from minispec import prism, specdiff
 from minispec.data.recorded import DrafterRun, add_arguments, begin, feature_layers_of, parsed
 from minispec.tools import drafter_files
 from minispec.tools.script import Parser, run_main
@@ -60,8 +61,8 @@ def drafter_of(args, target):
         return specdiff.for_target(target, n_layer, args.gamma, not args.blind, layers, args.markov)
 
     if drafter_files.kind_of(args.init) == "prism":
-        config, tensors = drafter_files.read_drafter(args.init, target, "prism")
-        drafter = specdiff.from_prism(config, tensors, target, args.gamma, args.markov)
+        head = drafter_files.load_drafter(args.init, target, prism.PrismConfig)
+        drafter = specdiff.from_prism(head, target, args.gamma, args.markov)
     else:
         drafter = drafter_files.load_drafter(args.init, target, specdiff.SpecDiffConfig)
         rank = drafter.config.rank

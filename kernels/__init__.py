@@ -38,5 +38,5 @@ def supported(head_dim, dtype):
     """Whether the kernels take heads of this size: powers of two from 16 to 256.
 
     fp32 ends at 128, because more does not fit into the shared memory of smaller GPUs."""
-    largest = 128 if dtype == torch.float32 else 256
+    largest = {torch.float32: 128, torch.float16: 256, torch.bfloat16: 256}.get(dtype, 0)
     return 16 <= head_dim <= largest and head_dim & (head_dim - 1) == 0

@@ -41,7 +41,7 @@ from minispec.core.requests import pack
 from .attention import CHUNK, LARGE, Plan, attention, make_plan
 from .scores import scores
 
-# Rows; a larger forward reads prompts, which take long enough to hide its launches.
+# Rows; a larger forward takes long enough to hide its launches.
 SIZES = (1, 2, 4, 8, 16, 32, 64, *range(128, 641, 64))
 
 

@@ -123,8 +123,10 @@ class Adaptive(Drafter):
         return best
 
     def _shared(self, requests):
-        """The drafter, besides prompt lookup, of most tokens per second of the batch: two would take turns."""
-        total = lambda name: sum(self.promises[r][name][2] for r in requests)
+        """The drafter, besides prompt lookup, with which the batch has most tokens per second if each request
+        may do without it. Two drafters would take turns."""
+        usual = "target", self.lookup.name
+        total = lambda name: sum(max(self.promises[r][x][2] for x in (*usual, name)) for r in requests)
         return max((name for name in self.drafters if name != self.lookup.name), key=total, default="target")
 
     def _prices(self, batch, bucket):

@@ -365,7 +365,8 @@ def best_drafts(traces, cost, cells, k_max=None):
         row = {"batch": batch, "context": context, "drafters": {}}
         for name in names:
             price = cost.round(name, kv, drafts, batch)
-            gain = outputs * float(cost.step(kv, batch, batch)) / (rounds[name] @ price)
+            plain = max(outputs * float(cost.step(kv, batch, batch)), 1e-30)
+            gain = plain / np.maximum(rounds[name] @ price, 1e-30)       # of no rounds: 1
             k = int(gain.argmax())
             row["drafters"][name] = {"k": k, "speedup": float(gain[k])}
         clock = {m: x for m, x in cells[batch]["total time"].get("L0", {}).items() if m in names}
@@ -503,4 +504,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, smaller="--batches or --k-max")

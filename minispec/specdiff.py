@@ -150,16 +150,15 @@ def for_target(target, n_layer=None, gamma=8, reads=False, feature_layers=(), ra
 
 
 @torch.no_grad()
-def from_prism(config, tensors, target, gamma, rank=0):
-    """A drafter that starts as module 0 of a trained drafter of prism.py, whose files hold config and
-    tensors. It drafts the first slot as an EAGLE head does, except for one more row at the beginning of the
-    text, so only the other slots are to be learned. One more layer, whose output starts as 0, follows the
-    module's: there the masks can read the guess of the row of t_n."""
-    n_layer = config["n_layer"]
-    drafter = for_target(target, n_layer + 1, gamma, True, config.get("feature_layers", ()), rank)
-    # Not strict: further modules have no place here, and the new layer has no tensors there.
-    module = {name.removeprefix("bank.0."): x for name, x in tensors.items()}
-    drafter.load_state_dict(module, strict=False)
+def from_prism(head, target, gamma, rank=0):
+    """A drafter that starts as module 0 of a trained drafter of prism.py. It drafts the first slot as an
+    EAGLE head does, except for one more row at the beginning of the text, so only the other slots are to be
+    learned. One more layer, whose output starts as 0, follows the module's: there the masks can read the
+    guess of the row of t_n."""
+    n_layer = head.config.n_layer
+    drafter = for_target(target, n_layer + 1, gamma, True, head.config.feature_layers, rank)
+    drafter.fuse.load_state_dict(head.fuse.state_dict())
+    drafter.load_state_dict(head.bank[0].state_dict(), strict=False)     # it has no tensors of the new layer
     drafter.blocks[n_layer].out.weight.zero_()
     drafter.blocks[n_layer].down.weight.zero_()
     return drafter

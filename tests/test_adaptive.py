@@ -162,6 +162,11 @@ def test_one_drafter_drafts_for_a_batch():
     with torch.inference_mode():
         chooser.propose(some, [4] * 5)
     assert [chooser.chosen[r] for r in some] == ["draft", "draft", "target", "target", "target"]
+    # The first request will take the tokens that were looked up, so the second decides.
+    speeds = dict(target=90, ngram=300, draft=250, far=200), dict(target=90, ngram=90, draft=100, far=120)
+    for r, own in zip(some, speeds):
+        chooser.promises[r] = {name: [1, 2.0, speed] for name, speed in own.items()}
+    assert chooser._shared(some[:2]) == "far"
 
 
 def test_choices_follow_prices_and_acceptance():

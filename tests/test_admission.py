@@ -13,6 +13,7 @@ from minispec import prism
 from minispec.core import admission
 from minispec.core.engine import Engine
 from minispec.core.kv_cache import Allocation, whole_blocks
+from minispec.core.prefix_cache import PrefixCache
 from minispec.core.requests import Request
 from minispec.core.scheduler import SyncScheduler
 from minispec.specgen import SpecGen
@@ -266,3 +267,20 @@ def test_a_request_leaves_the_cache_after_its_verdict():
     engine.active, engine.pending = [large], [SimpleNamespace(request=large)]
     with pytest.raises(AssertionError, match="leaves before its verdict"):
         engine.admission._make_room(large)
+
+
+def test_an_interrupt_while_a_request_enters_loses_no_blocks(monkeypatch):
+    some = prompts(3)
+    engine = Engine(MODEL, SCHEDULERS["specgen"], 3)
+    for name in ("share", "resize"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+
+            def stopped(*args, real=getattr(PrefixCache, name)):
+                real(*args)
+                patch.undo()
+                raise KeyboardInterrupt
+
+            patch.setattr(PrefixCache, name, stopped)
+            engine.generate([Request(p, 40) for p in some])
+        assert engine.cache.used == engine.cache.charged == 0
+        assert answer(engine, some)[0] == plain(some)

@@ -250,6 +250,7 @@ def test_the_studies_fit_together(measured):
     assert len(traces.read_traces(folder / "traces.jsonl")) == 4
     alone = which([r for r in out["speed"]["rows"] if r["batch"] == 1], "method", "workload")
     assert alone == [(m, "revise") for m in ("ar", "ngram", "adaptive")]
+    assert all(len(r["ids"]) == len(r["rates"]) == r["prompts"] for r in rows)
 
 
 def test_every_study_leaves_its_tables_and_figures(measured):
@@ -388,8 +389,8 @@ def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return name.upper()
 
-    def study(k):
-        return results.each_kept("run", methods.settings(quick=False), model, list(zip("abc")), measure, k=k)
+    def study(k, cells="abc"):
+        return results.each_kept("run", methods.settings(quick=False), model, list(zip(cells)), measure, k=k)
 
     with pytest.raises(KeyboardInterrupt):
         study(k=1)
@@ -401,6 +402,10 @@ def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         study(k=2)                       # other settings: nothing is taken over
     assert calls == ["a", "b", "c"]
+    calls.clear()
+    with pytest.raises(KeyboardInterrupt):
+        study(k=2, cells="abd")              # or other cells
+    assert calls == ["a", "b", "d"]
     results.write("run", {}, 1.0)
     assert os.listdir(tmp_path) == ["run.json"]
     assert results.read_json(tmp_path / "run.json")["seconds"] == 20

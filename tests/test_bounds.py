@@ -339,6 +339,13 @@ def test_the_best_number_of_drafts_is_the_ladders_where_context_is_free():
         assert row["drafters"]["b"] == {"k": 0, "speedup": 1.0}
 
 
+def test_without_rounds_nothing_is_gained():
+    """An answer of one token comes from the prompt."""
+    table = {"verify": linear(base=1.0), "draft": {"a": linear()}, **NO_PREFILL}
+    rows = bounds.best_drafts([trace_of(a=[])], CostTable(table), {4: {"total time": {}}}, 5)
+    assert {row["drafters"]["a"]["speedup"] for row in rows} == {1.0}
+
+
 def test_a_drafter_pays_for_its_context_and_for_what_it_finds():
     """Verifying reads nothing here, drafting reads the context. Half of the positions offer no draft."""
     n = 40

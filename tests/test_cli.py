@@ -77,6 +77,8 @@ BAD = f"""
 --prompts none.jsonl | cannot read none.jsonl: No such file or directory
 --device cuda | device must be cpu or a GPU of this machine, got cuda
 --device cpu:0 | device must be cpu or a GPU of this machine, got cpu:0
+--prompt x --size 9 | --size is for --task
+--prompt x --n 5 | --n is for --task and --prompts
 --speed fast | unrecognized arguments: --speed fast
 --max-new 5 | unrecognized arguments: --max-new 5
 --seed {1 << 70} | is out of range; allowed is 0 to
@@ -122,6 +124,10 @@ def test_outputs_are_checked_before_the_work(toy, tmp_path):
     for path in (tmp_path / "no" / "folder.json", tmp_path, "/proc/version", weights, questions):
         line = refusal(decode_script, f"--model {toy} --prompts {questions} --json {path}")
         assert line.startswith(f"cannot write {path}")
+    one = f"--model {TARGET} --method draft --drafter {questions} --prompt x"
+    assert "it is an input" in refusal(decode_script, f"{one} --json {questions}")
+    two = f"--model {toy} --prompt x --html {tmp_path}/x --json {tmp_path}/./x"
+    assert "--html and --json must be different files" in refusal(decode_script, two)
     assert os.listdir(tmp_path) == ["q.jsonl"] and questions.read_text() == '{"prompt": "a"}\n'
 
 
@@ -205,6 +211,13 @@ def test_compared_loops_are_warmed_up(method, toy, tmp_path, monkeypatch):
     assert runs == ["ar", method, method, "ar"]
     assert (d["seconds"], d["ar_tokens_per_second"]) == (1.5, 32 / 1.5)
     assert method != "ar" or d["speedup"] == d["speedup_end_to_end"] == 1
+
+
+def test_a_program_beside_the_plain_loop_is_named(toy, monkeypatch):
+    lines = iter(["", "other programs used 1.0 of 2 cores"])
+    monkeypatch.setattr(decode_script.Load, "warning", lambda *_: next(lines))
+    shown = decode(f"--model {toy} --method ngram --prompt x --max-new-tokens 5 --compare").stdout
+    assert "other programs used 1.0 of 2 cores" in shown
 
 
 def test_rates_of_the_phases():
@@ -322,6 +335,9 @@ def test_a_damaged_data_set_is_named_in_one_line(tmp_path):
     (tmp_path / "gsm8k" / "train.jsonl").write_text("{")
     r = python("-m", "minispec.data.mixture", "--data", tmp_path, "--out", tmp_path / "mix")
     assert r.returncode == 2 and r.stderr.count("\n") == 1 and "train.jsonl:1: not JSON" in r.stderr
+    (tmp_path / "gsm8k" / "train.jsonl").write_text('{"question": 5}')
+    assert "train.jsonl is damaged: TypeError" in refusal(mixture, f"--data {tmp_path} --out {tmp_path}/mix")
+    assert refusal(mixture, f"--data {tmp_path}/no --out {tmp_path}/mix") == f"there is no folder {tmp_path}/no"
 
 
 # -- signals ---------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What a GPU needs of the engine and its scripts, seen on a CPU."""
 import contextlib
 import threading
+import weakref
 from functools import partial
 from types import SimpleNamespace
 
@@ -99,7 +100,19 @@ def log(monkeypatch):
 def test_delayed_verdicts_are_found_on_a_stream_of_their_own(log, monkeypatch):
     """After the forward that made the logits, beside the one that runs now, before their tokens are used."""
     engine = Engine(TARGET, SCHEDULERS["specgen delayed"], 8)
-    engine.side = Stream(log)
+    engine.side, read = Stream(log), []
+
+    def commit(real=engine.commit):
+        read[:] = [weakref.ref(s.keys.scores) for s in engine.pending if s.keys.scores is not None]
+        return real()
+
+    def done():
+        log.append("is done")
+        alive.append(all(x() is not None for x in read))
+
+    alive = []
+    monkeypatch.setattr(engine, "commit", commit)
+    monkeypatch.setattr(engine.side, "synchronize", done)
     for name in ("commit", "_prefilled"):
         def logged(*args, name=name, real=getattr(engine, name)):
             log.append(name)
@@ -109,6 +122,7 @@ def test_delayed_verdicts_are_found_on_a_stream_of_their_own(log, monkeypatch):
     got = [g.token_ids for g in engine.generate([Request(p, 10) for p in PROMPTS])]
     assert got == answers(SyncScheduler)[0]
     assert log == ["waits", "begin", "commit", "end", "is done", "_prefilled"] * len(engine.iterations)
+    assert len(alive) == len(engine.iterations) and all(alive)           # tensors that the stream may still read
 
 
 def test_what_leaves_for_the_host_takes_a_stream_of_its_own_to_pinned_memory(log, monkeypatch):

@@ -264,6 +264,9 @@ def test_without_triton_everything_imports_and_nothing_is_available():
 
 @needs_triton
 def test_cpu_tensors_are_for_the_interpreter():
+    sizes = {torch.float64: 0, torch.float32: 3, torch.bfloat16: 4}
+    for dtype, n in sizes.items():
+        assert [kernels.supported(d, dtype) for d in (32, 64, 128, 256)] == [True] * n + [False] * (4 - n)
     assert not kernels.available(torch.zeros(1))
     assert kernels.available(torch.zeros(1, device="meta"))
 

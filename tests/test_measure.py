@@ -237,6 +237,20 @@ def test_price_of_reading_is_the_first_round_next_to_the_second(monkeypatch):
     assert [measure.read_seconds(TARGET, None, 1, 16) for _ in range(2)] == [4.0, 0.0]
 
 
+def test_prompts_of_a_batch_share_nothing_when_they_are_priced(monkeypatch):
+    engines = []
+
+    class Noted(measure.Engine):
+        def __init__(self, *args, **kw):
+            super().__init__(*args, **kw)
+            engines.append(self)
+
+    monkeypatch.setattr(measure, "Engine", Noted)
+    measure.prefill_seconds(TARGET, 3, 90, 1)
+    assert [e.admission.shared for e in engines] == [0, 0]
+    assert all(sum(i["prefill"] for i in e.iterations) == 3 * 90 for e in engines)
+
+
 # -- replay and the ladder of a run ------------------------------------------------------------------
 
 NOTHING = linear()

@@ -505,7 +505,7 @@ def test_a_drafter_that_starts_as_an_eagle_head_drafts_the_first_slot_as_that_do
     head = prism.for_target(TARGET, (0,))
     for p in head.parameters():
         p.add_(torch.randn(p.shape, generator=seeded(p.numel())) * 0.1)
-    drafter = specdiff.from_prism(vars(head.config), head.state_dict(), TARGET, 4)
+    drafter = specdiff.from_prism(head, TARGET, 4)
     ids = torch.randint(0, 12, (1, 40), generator=seeded(1))
     features = TARGET(ids, torch.arange(40)[None], dense_attend())
     # Row r of the head reads the state of token r, and token r + 1; so does row r + 1 of the drafter.

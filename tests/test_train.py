@@ -139,6 +139,11 @@ def test_killed_training_resumes_to_the_same_weights_and_shares_its_folder_with_
     assert "train_gpt.py --out" in (parts / "command.txt").read_text()
 
 
+def test_a_context_that_no_model_may_have_is_refused(tmp_path):
+    line = refusal(train_gpt, f"--out {tmp_path}/x {ARGS} --max-length 2000000")
+    assert "at most 1048576, got 2000000" in line
+
+
 def test_distillation_needs_its_teacher(tmp_path):
     line = refusal(train_gpt, f"--out {tmp_path}/x {ARGS} --teacher nowhere")
     assert line == "cannot read nowhere/config.json: No such file or directory"

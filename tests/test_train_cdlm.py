@@ -2,6 +2,7 @@
 Numbers in comments are the statements of the checklist that the paper's notes end with."""
 import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -490,6 +491,8 @@ BAD = """
 {other} --answers {answers} --teacher {toy} | the teacher .* has another vocabulary than the target
 nowhere | cannot read nowhere: No such file
 {toy} --prompt-length 400 | exceed the context of 512
+{toy} --name teacher | name must be none of target, teacher, trajectories, got 'teacher'
+{toy} --name '' | name must be none of target, teacher, trajectories, got ''
 """
 
 
@@ -529,3 +532,31 @@ def test_a_gguf_file_without_a_mask_token_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(train_cdlm.Tokenizer, "load", lambda path: SimpleNamespace(special={}))
     with pytest.raises(ValueError, match="target must be a Hugging Face folder, got model.gguf"):
         train_cdlm.with_mask("model.gguf", tmp_path)
+
+
+def test_a_tokenizer_without_added_tokens_gets_a_mask(other, tmp_path):
+    shutil.copytree(other[0], tmp_path / "target")
+    file = tmp_path / "target" / "tokenizer.json"
+    data = json.loads(file.read_text())
+    old, data["added_tokens"] = data["added_tokens"], []
+    file.write_text(json.dumps(data))
+    train_cdlm.with_mask(str(tmp_path / "target"), str(tmp_path / "masked"))
+    token, = json.loads((tmp_path / "masked" / "tokenizer.json").read_text())["added_tokens"]
+    assert token["id"] == min(x["id"] for x in old) and set(token) <= set(old[0])
+
+
+def test_a_bug_while_recording_is_no_error_of_a_file(trained, toy, tmp_path, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(train_cdlm, "collect", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        train(monkeypatch, toy, tmp_path, f"--teacher {trained}/teacher")
+
+
+def test_a_learning_rate_of_0_teaches_nothing(trained, toy, tmp_path, monkeypatch):
+    shutil.copytree(trained / "trajectories", tmp_path / "trajectories")
+    train(monkeypatch, toy, tmp_path, f"--teacher {trained}/teacher --steps 1 --lr 0")
+    teacher, student = (load_file(folder / "model.safetensors")
+                        for folder in (trained / "teacher", tmp_path / "student"))
+    assert all(torch.equal(x, student[name]) for name, x in teacher.items())

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import subprocess
 from unittest import mock
 
 import pytest
@@ -509,6 +510,7 @@ prism | --unroll 0 | unroll 0 is out of range; allowed is 1 or more
 prism | --unroll 33 | unroll 33 is out of range; allowed is 1 to 32 draft steps
 prism | --prompt-file none.jsonl | cannot read none.jsonl: No such file
 prism | --minutes -1 | minutes -1 is out of range
+prism | --minutes 0 | minutes must be above 0, got 0
 prism | --target nowhere | cannot read nowhere/config.json
 specdiff | --target nowhere | cannot read nowhere/config.json
 prism | --init nowhere | cannot read nowhere/config.json
@@ -565,3 +567,10 @@ def test_a_model_without_a_drafter_says_how_to_train_one(method, command, folder
     )
     assert method in methods.ready(methods.settings(model=SHIPPED))
     assert method not in methods.ready(methods.settings(model=str(target)))
+
+
+def test_a_killed_process_of_answers_is_named(folder, tmp_path, monkeypatch):
+    killed = lambda command, **kw: subprocess.CompletedProcess(command, -9, "")
+    monkeypatch.setattr(recorded.subprocess, "run", killed)
+    line = refusal(train_prism, f"--target {folder}/target --out {tmp_path}/x")
+    assert line.startswith("the process that writes the answers was killed by signal 9, ")

@@ -208,11 +208,14 @@ def test_a_drafter_of_another_target_is_refused(message, tmp_path):
 
 # A text in config.json, its replacement, part of the line; or what else is done to the folder.
 DAMAGED = """
-"d_ff": 64 | "d_ff": 48 | does not fit config.json
+"d_ff": 64 | "d_ff": 48 | d_ff of the drafter must be 64 as in the target, got 48
+"n_layer": 1 | "n_layer": 2 | does not fit config.json
 "prism" | "llama" | not a drafter made by train_prism.py
 "draft_vocab": 3 | "draft_vocab": 12 | draft_vocab 12 is out of range
 "draft_vocab": 3 | "draft_vocab": -1 | draft_vocab must be a number from 0 and at most 1048576, got -1
 "qk_norm": false | "qk_norm": "no" | qk_norm must be true or false, got 'no'
+"feature_layers": [] | "feature_layers": [0, 99] | feature_layers must be layers of the target, got [0, 99]
+"n_head": 4 | "n_head": 8 | n_head of the drafter must be 4 as in the target, got 8
 shorter weights | | damaged
 no weights | | there is no
 no config | | cannot read

@@ -63,7 +63,7 @@ def row_product(x, w, bias):
         out = torch.bmm(w.unflatten(0, (parts, -1)), rows).view(*x.shape[:-1], -1)
         return out if bias is None else out + bias
     # torch uses oneDNN for bf16 if it may, but its own product of a row takes two thirds of the time. The
-    # switch belongs to the process: if two threads use it at once, a product is slower, but right.
+    # switch belongs to the process: if two threads use it at once, products may be slower, but are right.
     enabled = torch.backends.mkldnn.enabled
     torch.backends.mkldnn.enabled = False
     try:

@@ -91,7 +91,7 @@ class CachedDrafter(Drafter):
     [tensors] of one or more forwards, which depends on nothing but the Batch.
 
     config: the shape of the cache; room: slots that a request may need besides those of its tokens."""
-    graphs = None               # on a GPU: kernels.rounds.Rounds, which replays `round`
+    graphs = None               # on a GPU: kernels.rounds.Rounds of its only engine, which replays `round`
     segments = 1                # of a request in one round
 
     def __init__(self, config, target, room):

@@ -40,7 +40,7 @@ from minispec.core.prefix_cache import PrefixCache
 from minispec.core.requests import Segment, check_requests, pack
 from minispec.core.verify import check_numbers, verify
 
-PROMPT_ROWS = 2048  # prompt tokens a forward, all requests together: it bounds the memory of activations
+PROMPT_ROWS = 2048  # prompt tokens of a target's forward, all requests together: it bounds its memory
 
 
 def kernels(name):
@@ -51,9 +51,9 @@ def kernels(name):
 class Engine:
     """Serves requests with continuous batching. scheduler(engine) makes the scheduler; see scheduler.py.
 
-    batch_size: requests decoded together. cache_tokens: slots of the pool (default: batch_size times the
-    longest request of a `stream`). prefill_chunk: most prompt tokens of a request in one iteration.
-    admission: see admission.py.
+    batch_size: requests decoded together. cache_tokens: slots of the pool (default: as many as the largest
+    request of a `stream` needs, times those decoded together). prefill_chunk: most prompt tokens of a request
+    in one iteration. admission: see admission.py.
     """
     verify = staticmethod(verify)                        # a study may put another rule in its place
 
@@ -119,11 +119,14 @@ class Engine:
                 # 2. Forward. Delayed: the drafts of the last iteration are verified meanwhile; on a GPU on
                 #    another stream than the forward's, or verification would wait for it.
                 if delayed:
+                    # What the other stream reads must outlive its work.
+                    held = [(s, s.request.state) for s in self.pending]
                     with beside(self.side):
                         future = self.thread.submit(self.forward, segments)
                         committed += self.commit()
                     if self.side:
                         self.side.synchronize()
+                    del held
                     logits = future.result()
                 else:
                     logits = self.forward(segments)
@@ -295,5 +298,12 @@ class Engine:
             if everything or r.finished:
                 self.admission.leave(r)
                 r.n_cached = 0
+        # An interrupt may have come while a request entered.
+        if everything and self.cache:
+            for r in self.waiting:
+                if r.blocks:
+                    self.cache.close(r.blocks)
+                    r.blocks, r.n_cached = None, 0
+            self.cache.charged = 0
         self.active[:] = [r for r in self.active if r.blocks]
         self.waiting = [r for r in self.waiting if not (everything or r.finished)]

@@ -15,7 +15,8 @@ def loops(tokens):
 
 
 def generate(engine, requests):
-    """Answer the requests and return their generations. A greedy answer ends where it loops."""
+    """Answer the requests and return their generations. A greedy answer ends with the round in which it
+    loops."""
     for request, _ in engine.stream(requests):
         if request.sampling.temperature == 0 and loops(request.generation.token_ids):
             request.cancel()

@@ -29,13 +29,14 @@ import random
 import sysconfig
 from pathlib import Path
 
-from minispec.tools.files import read_rows, replaced
+from minispec.tools.files import naming, read_rows, replaced
 from minispec.tools.script import Parser, run_main
 
 ASKS = ("Summarize: {}", "Summarize the following text in a few sentences.\n\n{}",
         "{}\n\nWhat happens in this passage?", "Rewrite this text in simple words:\n{}",
         "Read the text and answer: who is it about, and what do they do?\n\n{}",
         "Passage: {}\n\nQuestion: what is the main point of the passage?\nAnswer:")
+BOOKS = "standardebooks"
 HELD_OUT = ("princess-and-the-goblin",)      # books that benchmarks use
 # set: (the most lines used, fields of the prompt, field of the answer)
 SETS = {
@@ -115,15 +116,18 @@ def main():
     p.add_argument("--out", type=Path, required=True, help="folder to write to")
     p.add_argument("--seed", type=int, default=0, help="of the order, and of the passages (default 0)")
     args = p.parse_args()
+    if not args.data.is_dir():
+        raise ValueError(f"there is no folder {args.data}")
     args.out.mkdir(parents=True, exist_ok=True)
     rng = random.Random(args.seed)
     rows = []
-    for name in SETS:
-        if (args.data / name).exists():
-            rows += rows_of(args.data, name)
-        else:
+    for name in (*SETS, BOOKS):
+        if not (args.data / name).exists():
             print(f"{args.data / name} is not there and left out")
-    books = list(passages(args.data / "standardebooks", rng))
+        elif name != BOOKS:
+            with naming(args.data / name):
+                rows += rows_of(args.data, name)
+    books = list(passages(args.data / BOOKS, rng))
     for some, most in ((list(functions()), FUNCTIONS), (books, PASSAGES)):
         rows += rng.sample(some, min(most, len(some)))
     write(args.out / "prompts.jsonl", [(prompt, "") for prompt, _ in rows], rng)

@@ -78,6 +78,8 @@ def parsed(parser):
     args = training.parsed(parser)
     # Mistakes show here, before the work.
     Sampling(args.temperature or 0)
+    if args.minutes == 0:
+        raise ValueError("minutes must be above 0, got 0")
     for file in filter(None, [*args.prompt_file, args.given]):
         if file != OWN:
             read_rows(file)
@@ -187,6 +189,9 @@ def record(args):
         command += ["--minutes", "0" if begun else str(args.minutes / 2)]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
+    if done.returncode < 0:
+        raise ValueError(f"the process that writes the answers was killed by signal {-done.returncode}, "
+                         "perhaps because memory ran out")
     if done.returncode:
         sys.exit(done.returncode)
     return done.stdout.splitlines()

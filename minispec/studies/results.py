@@ -6,6 +6,7 @@ and, under "table", the Markdown table of them for the pages; some studies have 
 finished cells of an interrupted study.
 """
 import gc
+import json
 import os
 import platform
 import random
@@ -246,14 +247,15 @@ def write(name, result, seconds, device="cpu", dtype=""):
 
 def each_kept(name, args, model, cells, measure, **more):
     """[measure(*cell) for every cell] of a long study. Each finished cell is written to NAME.part. A later
-    run takes it from there if settings, target, dtype, machine and `more` are the same. With --quick no cells
+    run takes it from there if cells, settings, target, dtype, machine and `more` are the same. With --quick no cells
     are kept."""
     settings = {k: v for k, v in vars(args).items() if k not in ("studies", "force", "pages")}
     about = {
         **more,
+        "all_cells": json.loads(json.dumps(cells)),
         "settings": settings,
         "target": [checkpoints.fingerprint(model), dtype_name(model)],
-        "machine": [device_name(), torch.__version__],
+        "machine": [device_name(args.device), torch.__version__],
     }
     part, done, spent = path(f"{name}.part"), [], 0
     if os.path.exists(part) and not args.quick:

@@ -280,8 +280,14 @@ def cells_of(ids, how, whole):
     together."""
     some = [(w, f"{w}/", how.batches, 0.0) for w in dict.fromkeys(i.split("/")[0] for i in ids)]
     some += [("mixed", "", how.mixed, 0.0), ("mixed, T = 0.7", "", how.sampled, 0.7), (WHOLE, "", whole, 0.0)]
-    return [(workload, batch, [i for i in ids if i.startswith(prefix)][:n], temperature)
+    return [(workload, batch, balanced([i for i in ids if i.startswith(prefix)], n), temperature)
             for workload, prefix, batches, temperature in some for batch, n in batches.items()]
+
+
+def balanced(ids, n):
+    """The first n of ids "workload/i", or fewer, so that each workload has as many."""
+    workloads = len({i.split("/")[0] for i in ids})
+    return ids[:max(n - n % workloads, workloads)]
 
 
 def middle(runs):
@@ -306,6 +312,7 @@ def rows_of(timed, about, prices):
         compared = method in methods.METHODS
         rows.append({
             **about,
+            "ids": about["ids"][:len(prompts)],
             "method": name,
             "seconds": run.seconds,
             "tokens": run.tokens,

@@ -43,8 +43,10 @@ def text(number, length, tokenizer, data):
     elif data:
         file = os.path.join(data, THOUGHTS)
         with naming(file):
-            # One answer per question: the answers of several models are too similar.
-            solved = list({row["question"]: row["response"] for _, row in read_rows(file)}.items())
+            # One answer per question: the answers of several models are too similar. Training reads the
+            # questions that are not held out.
+            solved = list({row["question"]: row["response"] for _, row in read_rows(file)
+                           if tasks.is_heldout(row["question"].rstrip("\n") + "\n")}.items())
         random.Random(number).shuffle(solved)
         written = "\n\n".join(map("\n".join, solved))
         ids = tokenizer.encode(written[:8 * length])
@@ -133,7 +135,7 @@ def serving(args, model, tokenizer):
     fitting = suitable(args, model, (WINDOW, PILLAR))
     names = ["ar", *(name for name in ("ngram", "eagle", WINDOW, PILLAR, "specgen") if name in fitting)]
     measured = partial(serving_rows, args, model, tokenizer, names)
-    rows = sum(results.each_kept("serving", args, model, cells, measured), [])
+    rows = sum(results.each_kept("serving", args, model, cells, measured, methods=names), [])
     # The short table: sampled answers at the longest context.
     longest = max(x["context"] for x in rows)
     short = [x for x in rows if x["temperature"] and x["context"] == longest

@@ -7,6 +7,8 @@ from minispec.tools.checkpoints import fingerprint, write_folder
 from minispec.tools.files import naming, read_json, read_tensors
 from minispec.tools.hf_config import checked
 
+SHAPE = ("d_model", "vocab_size", "block_size", "n_head", "n_kv_head", "head_dim", "d_ff")     # the target's
+
 
 def save_drafter(drafter, folder, target):
     """Write a drafter of this target in bf16, which halves the file and does not change the output."""
@@ -19,28 +21,24 @@ def save_drafter(drafter, folder, target):
     write_folder(folder, tensors, config)
 
 
-def read_drafter(folder, target, kind):
-    """The config (a dict) and the {name: tensor} of the drafter in a folder. ValueError for one of another
-    kind, or one that does not fit the target."""
-    config_file = os.path.join(folder, "config.json")
-    config = read_json(config_file)
-    with naming(config_file):
-        if config.pop("model_type", None) != kind:
-            raise ValueError(f"this is not a drafter made by train_{kind}.py")
-        for name in ("d_model", "vocab_size", "block_size"):
-            needed, got = getattr(target.config, name), config[name]
-            if got != needed:
-                raise ValueError(f"{name} of the drafter must be {needed} as in the target, got {got!r}")
-    return config, read_tensors(os.path.join(folder, "model.safetensors"))
-
-
 def load_drafter(folder, target, config_class):
     """The drafter in a folder, on the device and in the dtype of its target.
 
     ValueError names, in one line, what is missing, damaged or does not fit."""
-    config, tensors = read_drafter(folder, target, config_class.kind)
-    with naming(os.path.join(folder, "config.json")):
+    config_file = os.path.join(folder, "config.json")
+    config = read_json(config_file)
+    with naming(config_file):
+        if config.pop("model_type", None) != config_class.kind:
+            raise ValueError(f"this is not a drafter made by train_{config_class.kind}.py")
+        for name in SHAPE:
+            needed, got = getattr(target.config, name), config[name]
+            if got != needed:
+                raise ValueError(f"{name} of the drafter must be {needed} as in the target, got {got!r}")
+        layers = config.get("feature_layers", ())
+        if len(set(layers) & set(range(target.config.n_layer))) < len(layers):
+            raise ValueError(f"feature_layers must be layers of the target, got {layers}")
         module = checked(config_class(**config)).make(target)
+    tensors = read_tensors(os.path.join(folder, "model.safetensors"))
     try:
         module.load_state_dict(tensors)
     except RuntimeError as e:
