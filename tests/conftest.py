@@ -1,6 +1,7 @@
 """Toy models for tests: tiny, untied and drawn with large weights, so that their greedy output wanders
 instead of repeating a token, and sampled distributions are neither flat nor peaked."""
 import contextlib
+import gc
 import io
 import json
 import os
@@ -28,6 +29,8 @@ from minispec.data import tasks  # noqa: E402
 from minispec.specgen import SELECTIONS, SpecGen  # noqa: E402
 from minispec.tools import checkpoints  # noqa: E402
 from minispec.tools.script import run_main  # noqa: E402
+
+gc.freeze()                              # scripts collect often, and would look through all of torch
 
 TARGET = f"{ROOT}/checkpoints/target"
 DRAFT = f"{ROOT}/checkpoints/draft"
@@ -149,9 +152,11 @@ def save_toy_target(folder, **changes):
     return f"{folder}/target"
 
 
-def interpreted(file):
-    """{name: "" or what was wrong} of the checks of a test file, run as a script in Triton's interpreter:
-    that must be chosen before triton is imported, and cannot compile."""
+@pytest.fixture(scope="session")
+def verdicts():
+    """{name: "" or what was wrong} of the checks of test_kernels.py and test_graphs.py, run as a script in
+    Triton's interpreter: that must be chosen before triton is imported, and cannot compile."""
+    file = f"{ROOT}/tests/test_graphs.py"
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     p = subprocess.run([sys.executable, file], env=env, capture_output=True, text=True, timeout=1800)
     assert p.returncode == 0, p.stderr[-2000:]

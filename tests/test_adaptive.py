@@ -259,11 +259,6 @@ def test_a_drafter_is_asked_for_at_most_its_window(window):
     assert max(s.proposed for g in got for s in g.rounds) == window
 
 
-def test_all_that_ship_and_have_a_price_may_draft(shipped):
-    scheduler = methods.make_engine("adaptive", shipped[0], methods.settings(), 1).scheduler
-    assert set(scheduler.drafter.drafters) == {"ngram", "draft", "prism", "eagle", "specdiff"}
-
-
 def test_missing_drafters_and_costs_are_refused(tmp_path):
     with refused("no drafter is ready", " price for: ngram, draft"):
         Adaptive([], prices())

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 import weakref
 import xml.dom.minidom
 from dataclasses import replace
@@ -210,6 +211,7 @@ def measured(tmp_path_factory):
     model, tokenizer = small_target(n_layer=1)
     args = methods.settings(quick=True, cost=str(folder / "costs.json"), data=None)
     patch.setattr(results, "FOLDER", str(folder))
+    patch.setattr(measure, "LARGE", 1 << 16)
     patch.setattr(run, "SMALL", replace(run.SMALL, new=12, traced=4, repeats=1))
     patch.setattr(tasks, "FAMILIES", ("revise",))
     patch.setattr(results, "tqdm", lambda items, **_: items)
@@ -255,9 +257,11 @@ def test_the_studies_fit_together(measured):
 
 def test_every_study_leaves_its_tables_and_figures(measured):
     folder, out = measured
-    for result in out.values():
+    kinds = {"profile": ["table"], "trace": ["table"], "run": ["table", "methods"],
+             "bounds": ["table", "short", "drafts"], "speed": ["table", "short"]}
+    for name, result in out.items():
         stored = json.loads(json.dumps(result))
-        tables = [stored[key] for key in ("table", "short", "methods") if key in stored]
+        tables = [stored[key] for key in kinds[name]]
         assert all(t.startswith("| ") and t.count("\n") > 1 and "nan" not in t for t in tables)
     assert "time over the bound's" in out["bounds"]["table"]
     # The machine of bounds is its cost table's.
@@ -268,6 +272,13 @@ def test_every_study_leaves_its_tables_and_figures(measured):
     assert drawn in (["bounds_bounds_batch.svg", "bounds_bounds_gains.svg", "bounds_bounds_winners.svg"], [])
 
 
+def test_studies_are_chosen():
+    chosen = lambda *names, quick=False: list(bench.chosen(types.SimpleNamespace(studies=names, quick=quick)))
+    assert chosen() == ["profile", "trace", "run", "bounds"] == [*chosen(quick=True), "bounds"]
+    assert chosen("speed", "profile", quick=True) == ["profile", "speed"]
+    assert chosen("all") == [*bench.STUDIES][:-2] and chosen("arms") == ["arms"]
+
+
 def test_profile_says_how_often_drafters_are_right(measured, monkeypatch):
     """The target itself is always right, and this prompt lookup, of answers that do not repeat, never."""
     model, tokenizer = small_target()
@@ -275,6 +286,7 @@ def test_profile_says_how_often_drafters_are_right(measured, monkeypatch):
     drafters = {"ngram": NGram(), "draft": SmallLM(model, model)}
     monkeypatch.setattr(methods, "chain_drafters", lambda *_: drafters)
     monkeypatch.setattr(measure, "cost_table", lambda *_, **__: dict(measured[1]["profile"]["costs"]))
+    monkeypatch.setattr(measure, "attention_reads", lambda model: [{}])
     costs = run.profile(methods.settings(quick=True, data=None), model, tokenizer)["costs"]
     assert CostTable(costs).accept == costs["accept"] == {"ngram": 0.0, "draft": 1.0}
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, TARGET, refusal, run_script, save_toy_target, seeded, table, toy_model
+from conftest import ROOT, TARGET, run_script, save_toy_target, seeded, toy_model
 
 import decode
 import train_cdlm
@@ -469,15 +469,6 @@ def test_the_lessons_example_of_y_and_y_star(monkeypatch):
 
 
 # -- decode.py -----------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("args, message", table(f"""
-    --drafter nowhere | cannot read nowhere/config.json
-    --drafter {TARGET} --threshold 7 | threshold 7.0 is out of range; allowed is 0
-    --explain 2 | --explain is for methods that verify drafts
-"""))
-def test_bad_input_is_one_line(args, message):
-    assert message in refusal(decode, f"--method cdlm {args}")
-
 
 @pytest.mark.parametrize("method, threshold", [("cdlm", cdlm.THRESHOLD), ("dlm", None)])
 def test_settings_reach_the_decoder(toy, method, threshold):

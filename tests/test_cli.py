@@ -84,6 +84,8 @@ BAD = f"""
 --seed {1 << 70} | is out of range; allowed is 0 to
 --method adaptive | this measures one: python bench.py profile --model
 --method adaptive --k 33 --cost {ROOT}/results/costs.json | k 33 is out of range
+--method cdlm --drafter nowhere | cannot read nowhere/config.json
+--method cdlm --drafter {TARGET} --threshold 7 | threshold 7.0 is out of range; allowed is 0
 --chat --batch 2 | --chat goes with one request at a time
 --chat --compare | --chat goes with one request at a time
 --chat --method cdlm | --chat goes with one request at a time
@@ -167,6 +169,19 @@ def test_json_of_several_prompts_has_totals_and_each(temperature, toy, tmp_path)
     assert d["new_tokens"] == sum(len(x["token_ids"]) for x in each)
     assert d["identical"] and d["tie_gap"] == 0
     assert "output: identical to autoregressive" in shown
+
+
+def test_another_output_than_the_plain_loops_is_said(toy, tmp_path, monkeypatch):
+    def make(name, *args, real=methods.make_engine):
+        engine = real(name, *args)
+        if name != "ar":
+            engine.verify = lambda segments, logits: [([], 7) for _ in segments]
+        return engine
+
+    monkeypatch.setattr(methods, "make_engine", make)
+    d, shown = decoded(tmp_path, f"--model {toy} --method ngram --prompt x --max-new-tokens 9 --compare")
+    assert not d["identical"] and d["tie_gap"] > 0
+    assert "output: differs" in shown
 
 
 def test_prefill_and_decoding_are_reported_apart(toy, tmp_path):

@@ -67,26 +67,15 @@ def test_quantised_weights_are_near_the_original(kind, most, tmp_path):
     assert checkpoints.load(path, dtype=torch.bfloat16).embed.weight.dtype == torch.bfloat16
 
 
-def test_rotary_divisors_are_llama_3s_scaling():
+def test_rotary_divisors_are_llama_3s_scaling(tmp_path, monkeypatch):
+    """llama.cpp's converter writes them as a tensor."""
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 32}
-    plain, scaled = toy_model(**SHAPE), toy_model(**SHAPE, rope_scaling=scaling)
-    ids = list(range(100))
-    # The tensor of llama.cpp's converter: divisors of the rotary frequencies.
-    turn = plain.config.rope_theta ** -(torch.arange(0, 32, 2).float() / 32)
-    plain.config.rope_scaling = {"divisors": (turn / llama3_scaling(turn, **scaling)).tolist()}
-    plain.rope = type(plain.rope)(plain.config)
-    assert torch.allclose(dense_logits(plain, ids), dense_logits(scaled, ids), atol=1e-4)
-
-
-def test_padding_of_the_vocabulary_is_cut_off(tmp_path):
-    tokens, special, merges = vocabulary()
-    tokens += [f"[PAD{i}]" for i in range(2048, 2112)]
-    model = toy_model(gain=2.0, **{**SHAPE, "vocab_size": 2112})
-    path = write_gguf(tmp_path / "x.gguf", model, tokens, special, merges, unused=range(2048, 2112))
-    loaded = checkpoints.load(path)
-    assert loaded.config.vocab_size == 2048
-    assert torch.equal(dense_logits(loaded, [1, 2]), dense_logits(model, [1, 2])[:, :2048])
+    turn = toy_model(**SHAPE).config.rope_theta ** -(torch.arange(0, 32, 2).float() / 32)
+    divisors = (turn / llama3_scaling(turn, **scaling)).numpy()
+    _, path = changed(monkeypatch, tmp_path / "x.gguf", lambda w: w.add_tensor("rope_freqs.weight", divisors))
+    ids, scaled = list(range(100)), toy_model(gain=2.0, **SHAPE, rope_scaling=scaling)
+    assert torch.allclose(dense_logits(checkpoints.load(path), ids), dense_logits(scaled, ids), atol=1e-4)
 
 
 # -- vocabularies ----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ sys.path.insert(0, ROOT)
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from conftest import interpreted, tell, toy_model  # noqa: E402
+from conftest import tell, toy_model  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
 
 from kernels import attention as att  # noqa: E402
@@ -229,11 +229,6 @@ CHECKS = {
     "graphs": check_graphs,
     "graphs that are not cleared": check_graphs_that_are_not_cleared,
 }
-
-
-@pytest.fixture(scope="module")
-def verdicts():
-    return interpreted(__file__)
 
 
 @pytest.mark.skipif(triton is None, reason="triton is not installed, so kernels do not run")
@@ -553,4 +548,5 @@ def test_the_early_stop_is_a_table_of_the_graph(counting):
 
 
 if __name__ == "__main__":
-    tell(CHECKS)
+    import test_kernels
+    tell(test_kernels.CHECKS | CHECKS)

@@ -56,10 +56,3 @@ def test_imports_run_one_way(file):
     mine = room(file)
     for other in imported(file) if mine else ():
         assert room(other) in MAY[mine], f"{file} ({mine}) imports {other} ({room(other)})"
-
-
-def test_no_paper_imports_another():
-    """Each is read alone; code that two of them need is in core."""
-    for file in FILES:
-        if room(file) == "papers":
-            assert not [other for other in imported(file) if room(other) == "papers"], file

@@ -1,6 +1,6 @@
 """The Triton kernels without a GPU: numerics in Triton's interpreter against the torch references, and
 ahead-of-time compilation. The interpreter must be chosen before triton is imported and cannot compile, so all
-of `CHECKS` run in one child process, this file as a script, and the tests below report its verdicts. (The
+of `CHECKS` run in a child process, together with those of test_graphs.py, and the tests below report its verdicts. (The
 interpreter of triton 3.7 cannot multiply bf16; fp16 takes the same path through the kernels, and bf16 is
 compiled.)"""
 
@@ -9,7 +9,6 @@ import functools
 import json
 import mmap
 import os
-import subprocess
 import sys
 from unittest import mock
 
@@ -18,7 +17,7 @@ sys.path.insert(0, ROOT)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from conftest import interpreted, seeded, tell  # noqa: E402
+from conftest import seeded  # noqa: E402
 
 import kernels  # noqa: E402
 from kernels import attention as att  # noqa: E402
@@ -188,11 +187,6 @@ CHECKS |= {
 }
 
 
-@pytest.fixture(scope="module")
-def verdicts():
-    return interpreted(__file__)
-
-
 needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
 
 
@@ -250,18 +244,6 @@ def test_plans_read_every_entry_once_and_no_more_than_a_tile_sees():
     assert not seen and sorted(parts) == list(range(plan.n_part_rows))
 
 
-def test_without_triton_everything_imports_and_nothing_is_available():
-    code = """if True:
-        import sys
-        sys.modules["triton"] = None
-        import torch
-        import kernels
-        from kernels import attention, graphs, scores
-        print(len(attention.make_plan([(1, 100, 12, 90)], 2).items), kernels.available(torch.zeros(1)))"""
-    p = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert p.stdout == "1 False\n", p.stderr
-
-
 @needs_triton
 def test_cpu_tensors_are_for_the_interpreter():
     sizes = {torch.float64: 0, torch.float32: 3, torch.bfloat16: 4}
@@ -269,7 +251,3 @@ def test_cpu_tensors_are_for_the_interpreter():
         assert [kernels.supported(d, dtype) for d in (32, 64, 128, 256)] == [True] * n + [False] * (4 - n)
     assert not kernels.available(torch.zeros(1))
     assert kernels.available(torch.zeros(1, device="meta"))
-
-
-if __name__ == "__main__":
-    tell(CHECKS)

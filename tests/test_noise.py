@@ -2,6 +2,8 @@
 fixed, so no test fails by chance; with other seeds a good generator would with probability 1e-6 a test.
 """
 
+import functools
+
 import pytest
 import torch
 from conftest import chi_square, seeded
@@ -18,6 +20,7 @@ def asked(seeds, positions, lane=TARGET, v=V):
     return uniform(streams, torch.as_tensor(positions), v)
 
 
+@functools.cache
 def neighbours():
     """{what differs between them: two tables (N, V)}"""
     one = asked([7] * N, range(N))

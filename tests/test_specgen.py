@@ -228,13 +228,6 @@ def serve(n, k=4, new=50, **settings):
     return got, engine
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-@pytest.mark.parametrize("schedule", ["unified", "lockstep"])
-def test_schedules_and_delay_leave_the_output_alone(schedule, delayed):
-    _, engine = serve(9, schedule=schedule, delayed=delayed)
-    assert engine.cache.used == 0 and engine.cache.charged == 0
-
-
 def rows(engine):
     """Rows of every iteration in which all requests draft or verify."""
     full = max(i["active"] for i in engine.iterations)

@@ -144,18 +144,41 @@ def test_a_context_that_no_model_may_have_is_refused(tmp_path):
     assert "at most 1048576, got 2000000" in line
 
 
+def test_distillation_learns_the_teachers_distributions(toy, tmp_path, monkeypatch):
+    goals = []
+
+    def divergence(goal, real=train_gpt.Divergence):
+        goals.append(goal.shape)
+        return real(goal)
+
+    monkeypatch.setattr(train_gpt, "Divergence", divergence)
+    done = train(tmp_path / "x", f"--tokens 3e3 --teacher {TARGET}")
+    assert done.returncode == 0, done.stderr
+    steps = log(tmp_path / "x")[-1]["step"]
+    assert len(goals) == steps and all(shape[1] == 2048 for shape in goals)
+    line = refusal(train_gpt, f"--out {tmp_path}/y {ARGS} --teacher {toy}")
+    assert line == f"{toy} has a context of 512; it must have 2048 or more"
+
+
 def test_distillation_needs_its_teacher(tmp_path):
     line = refusal(train_gpt, f"--out {tmp_path}/x {ARGS} --teacher nowhere")
     assert line == "cannot read nowhere/config.json: No such file or directory"
     assert not (tmp_path / "x").exists()
 
 
-def test_without_file_locks_of_the_system_a_training_runs_too(tmp_path, monkeypatch):
+def test_without_file_locks_and_triton_everything_imports_and_a_training_runs(tmp_path, monkeypatch):
     """As on Windows: nothing imports fcntl before it is used."""
     monkeypatch.setitem(sys.modules, "fcntl", None)  # an import of it fails
-    scripts = "decode, bench, train_gpt, train_prism, train_specdiff, train_cdlm"
-    code = f"import sys; sys.modules['fcntl'] = None; import {scripts}"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    code = """if True:
+        import sys
+        sys.modules["fcntl"] = sys.modules["triton"] = None
+        import decode, bench, train_gpt, train_prism, train_specdiff, train_cdlm
+        import torch
+        import kernels
+        from kernels import attention, graphs, scores
+        print(len(attention.make_plan([(1, 100, 12, 90)], 2).items), kernels.available(torch.zeros(1)))"""
+    p = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert p.stdout == "1 False\n", p.stderr
     with training.locked(tmp_path):
         assert os.listdir(tmp_path) == ["lock"]
     with pytest.raises(KeyboardInterrupt), training.locked(tmp_path):

@@ -40,6 +40,7 @@ from minispec.traces import Trace
 BATCHES = {"1 x 100": [100], "8 x 100": [100] * 8, "64 x 20 to 400": [20 + 6 * i for i in range(64)],
            "1 x 4,600": [4600], "8 x 200 to 4,000": [200 + 543 * i for i in range(8)],
            "8 x 4,000": [4000] * 8}
+LARGE = 1 << 27  # numbers of a tensor that no cache of the processor holds
 PASSES = 3  # over all rounds of a cost table
 REPEATS = 8  # of a round at batch 1; fewer at larger batch sizes
 
@@ -209,7 +210,7 @@ def median(rounds, *phases):
 
 def memory_speed(device):
     """Bytes per second at which this machine sums a large tensor."""
-    x = torch.ones(1 << 27, device=device)
+    x = torch.ones(LARGE, device=device)
     seconds = [clock(x.sum) for _ in range(6)]
     return x.numel() * x.itemsize / min(seconds)
 
