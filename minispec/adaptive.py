@@ -1,18 +1,16 @@
 """Which drafter should draft next, and how many tokens? "Performance or Illusion?" (arXiv 2601.11580) leaves
-this open: no drafter is best everywhere. Here each request chooses in every round the drafter and the number
-of drafts k with the most expected tokens per second:
+this open: no drafter is best everywhere. Here the batch chooses in every round the drafter and the number of
+drafts k with the most expected tokens per second:
 
-    goodput(drafter, k) = E(alpha, k) / (T_step(B, k + 1) + T_draft(B, k))        (SmartSpec, 2406.14066)
+    goodput(drafter, k) = sum over requests of E(alpha, k) / T(drafter, k)        (SmartSpec, 2406.14066)
     E(alpha, k) = 1 + alpha + .. + alpha^k                                        (2211.17192, eq. 1)
 
-T comes from a cost table (costs.CostTable) for the batch size B; k may be 0. alpha, the chance that a draft
-is accepted, is estimated from counts: a request's estimate is shrunk to the one over all requests, which is
-shrunk to a prior, the drafter's acceptance on other texts. Counts decay, so a drafter that failed is tried
-again later. Prompt lookup costs nothing, so it runs in every round, next to any drafter. If a request decodes
-alone, the tokens found are also verified next to another drafter's. SmartSpec sets one k for the batch; here
-each request chooses, as if the whole batch did, but besides prompt lookup only one drafter drafts in
-a round. A trained drafter ends its chains itself: its k only decides whether it drafts. Only committed tokens
-decide, so rejection sampling stays exact.
+T, the seconds of a round, comes from a cost table (costs.CostTable) for the batch size; k may be 0. alpha,
+the chance that a draft is accepted, is estimated from counts: a request's estimate is shrunk to the one over
+all requests, which is shrunk to a prior, the drafter's acceptance on other texts. Counts decay, so a drafter
+that failed is tried again later. Prompt lookup costs nothing, so it runs in every round. A request that
+decodes alone verifies the tokens found next to another drafter's, too, and lets a trained drafter end its
+chain itself. Only committed tokens decide, so rejection sampling stays exact.
 """
 from collections import defaultdict
 from functools import cache, partial
@@ -66,31 +64,24 @@ class Adaptive(Drafter):
             count *= DECAY_ALL
         for r in requests:
             self._learn(r)
-        # 2. Look tokens up, then let every request choose.
-        lookups = self.lookup.propose(requests, limits)
-        context = sum(len(r.tokens) for r in requests) // len(requests)
-        seconds = self.prices(len(requests), context // BUCKET)
-        for r, limit, (found, _) in zip(requests, limits, lookups):
-            self.promises[r] = self._promise(r, limit, len(found), seconds)
-        shared = self._shared(requests)
-        out, asked = [], []                              # asked: the requests that `shared` drafts for
-        for i, (r, (found, _)) in enumerate(zip(requests, lookups)):
-            best = self.promises[r]
-            name = max(("target", self.lookup.name, shared), key=lambda name: best[name][2])
-            self.chosen[r] = name = name if best[name][0] else "target"
+        # 2. Look tokens up, then choose.
+        lookups = [found for found, _ in self.lookup.propose(requests, limits)]
+        name, k = self._choose(requests, limits, lookups)
+        for r, found in zip(requests, lookups):
+            self.chosen[r] = name
             self.drafted[r] = [(self.lookup.name, found, len(r.tokens))]
-            out.append((found[:best[self.lookup.name][0]], None))
-            if name not in ("target", self.lookup.name):
-                asked.append(i)
-        # 3. Draft. A drafter with min_confidence ends a chain itself.
-        if asked:
-            drafter, some = self.drafters[shared], [requests[i] for i in asked]
-            ks = [limits[i] if drafter.min_confidence else self.promises[requests[i]][shared][0] for i in asked]
-            for i, r, proposal in zip(asked, some, drafter.propose(some, ks)):
-                self.drafted[r].append((shared, proposal[0], len(r.tokens)))
-                # Trees are slow in a batch.
-                room = limits[i] - len(proposal[0]) if len(requests) == 1 else 0
-                out[i] = with_lookup(proposal, out[i][0][:room])
+        if name in ("target", self.lookup.name):
+            return [(found[:k], None) for found in lookups]
+        # 3. Draft.
+        alone = len(requests) == 1
+        drafter = self.drafters[name]
+        ks = limits if alone and drafter.min_confidence else [min(k, limit) for limit in limits]
+        out = drafter.propose(requests, ks)
+        for r, (drafts, *_) in zip(requests, out):
+            self.drafted[r].append((name, drafts, len(r.tokens)))
+        if alone:                                        # in a batch, trees are slow
+            drafts, most = out[0][0], self.promises[requests[0]][self.lookup.name][0]
+            out = [with_lookup(out[0], lookups[0][:min(most, limits[0] - len(drafts))])]
         return out
 
     def _learn(self, r):
@@ -103,31 +94,32 @@ class Adaptive(Drafter):
             for counts in (self.history[r], self.counts):
                 counts[name] += accepted, min(accepted + 1, len(right))
 
-    def _promise(self, r, limit, n_found, seconds):
-        """{drafter: [drafts, tokens, tokens/s] of its best number of drafts} for a request with n_found
-        prompt-lookup tokens. seconds: of `_prices`."""
-        own = self.history[r]
-        best = {"target": [0, 1.0, 1 / seconds["target"][0]]}
+    def _choose(self, requests, limits, lookups):
+        """(drafter, k) for the batch. lookups: the prompt-lookup tokens of each request."""
+        batch = len(requests)
+        context = sum(len(r.tokens) for r in requests) // batch
+        seconds = self.prices(batch, context // BUCKET)
+        goodput = {("target", 0): batch / seconds["target"][0]}
+        for r in requests:
+            self.promises[r] = {"target": [0, 1.0, 1 / seconds["target"][0]]}
         for name, drafter in self.drafters.items():
             is_lookup = drafter is self.lookup
             prior = min(MAX_PRIOR, self.cost.accept.get(name, MAX_PRIOR))
-            alpha = rate(own[name], rate(self.counts[name], prior))
-            tokens = expected_tokens(alpha, n_found if is_lookup else min(limit, drafter.gamma))
-            price = seconds[name][:len(tokens)]
-            # A drafter reads the prompt before its first draft. All tokens to come share that price.
-            if not is_lookup and not own[name][1]:
-                price = price + tokens * self.read(name, len(r.generation.prompt_ids)) / r.remaining
-            goodput = tokens / price
-            k = int(goodput.argmax())
-            best[name] = [k, float(tokens[k]), float(goodput[k])]
-        return best
-
-    def _shared(self, requests):
-        """The drafter, besides prompt lookup, with which the batch has most tokens per second if each request
-        may do without it. Two drafters would take turns."""
-        usual = "target", self.lookup.name
-        total = lambda name: sum(max(self.promises[r][x][2] for x in (*usual, name)) for r in requests)
-        return max((name for name in self.drafters if name != self.lookup.name), key=total, default="target")
+            tokens, price = [], seconds[name].copy()
+            for r, limit, found in zip(requests, limits, lookups):
+                own = self.history[r]
+                alpha = rate(own[name], rate(self.counts[name], prior))
+                gains = expected_tokens(alpha, len(found) if is_lookup else min(limit, drafter.gamma))
+                tokens.append(np.pad(gains, (0, len(price) - len(gains)), "edge"))
+                # A drafter reads the prompt before its first draft. All tokens to come share that price.
+                if not is_lookup and not own[name][1]:
+                    price += tokens[-1] * self.read(name, len(r.generation.prompt_ids)) / r.remaining
+            total = np.sum(tokens, 0) / price
+            k = int(total.argmax())
+            goodput[name, k] = total[k]
+            for r, gains in zip(requests, tokens):
+                self.promises[r][name] = [k, float(gains[k]), float(gains[k] / price[k])]
+        return max(goodput, key=goodput.get)
 
     def _prices(self, batch, bucket):
         """{drafter: seconds of a round (k + 1,), by number of drafts} of a batch."""

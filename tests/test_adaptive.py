@@ -1,11 +1,11 @@
 """The method that chooses: lossless whoever drafts, and its choices follow prices and acceptance."""
 
 import statistics
+from collections import defaultdict
 from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 from conftest import ids_of, near_toy, refused, toy_model
 from test_bounds import Round, linear, time_of
 import test_engine
@@ -128,45 +128,57 @@ def test_looked_up_tokens_are_verified_next_to_drafts():
 
 
 def test_the_choice_has_the_most_expected_tokens_per_second():
-    """Against a loop over drafters and lengths."""
+    """Of the whole batch, against a loop over drafters and lengths."""
     rng = np.random.default_rng(0)
     names = "ngram", "draft", "far"
-    for _ in range(50):
+    chosen = set()
+    for batch in [1, 3] * 40:
         draft = {name: linear(step=rng.uniform(0, 0.3)) for name in names}
-        cost = CostTable({"verify": linear(base=1.0, token=rng.uniform(0, 0.3)), "draft": draft})
+        cost = CostTable({"verify": linear(base=1.0, token=rng.uniform(0, 0.1)), "draft": draft})
         chooser = Adaptive([NGram(), small(CLOSE), small(OTHER, "far")], cost, 5)
-        r = Request([1, 2, 3])
-        found, limit = rng.integers(0, 5), rng.integers(0, 6)
-        best = {("target", 0): 1 / cost.step(128, 1)}
+        some = [Request([1, 2, 3]) for _ in range(batch)]
+        limits = rng.integers(0, 6, batch).tolist()
+        found = [[7] * rng.integers(0, 5) for _ in some]
+        chances = defaultdict(list)
         for name in names:
-            own, total = chooser.history[r][name], chooser.counts[name]
-            own += sorted(rng.uniform(0, 9, 2))
-            total += own + sorted(rng.uniform(0, 9, 2))
-            chance = rate(own, rate(total, 0.85))
-            for k in range(1, (found if name == "ngram" else limit) + 1):
-                seconds = cost.step(128, k + 1) + (name != "ngram") * cost.draft(name, 128, k)
-                best[name, k] = sum(chance**j for j in range(k + 1)) / seconds
-        promised = chooser._promise(r, int(limit), int(found), chooser.prices(1, 0))
-        name = max(promised, key=lambda name: promised[name][2])
-        assert (name, promised[name][0]) == max(best, key=best.get)
+            total = chooser.counts[name]
+            total += sorted(rng.uniform(0, 9, 2))
+            for r in some:
+                own = chooser.history[r][name]
+                own += sorted(rng.uniform(0, 9, 2))
+                chances[name].append(rate(own, rate(total, 0.85)))
+        kv = 128 * batch
+        best = {("target", 0): batch / cost.step(kv, batch, batch)}
+        for name in names:
+            for k in range(1, 6):
+                seconds = cost.step(kv, batch * (k + 1), batch)
+                seconds += (name != "ngram") * cost.draft(name, kv, k, batch)
+                most = [min(k, len(f) if name == "ngram" else limit) for f, limit in zip(found, limits)]
+                tokens = sum(chance**j for chance, n in zip(chances[name], most) for j in range(n + 1))
+                best[name, k] = tokens / seconds
+        choice = chooser._choose(some, limits, found)
+        assert best[choice] == pytest.approx(max(best.values()))
+        chosen.add(choice[0])
+        if batch == 1:
+            speed = {name: promise[2] for name, promise in chooser.promises[some[0]].items()}
+            assert choice[0] == max(speed, key=speed.get)
+    assert chosen == {"target", *names}
 
 
-def test_one_drafter_drafts_for_a_batch():
-    """Two requests would take one drafter, two the other, and the fifth none."""
-    chooser = Adaptive([NGram(3, 1), small(CLOSE), small(OTHER, "far")], prices(), 4)
-    some = [Request(list(range(i, i + 8)), 20) for i in range(5)]
-    for name, right, own in [("draft", 0.9, some[:2]), ("far", 0.8, some[2:4]), ("draft", 0.0, some[4:])]:
-        for r in own:
-            for d in ("draft", "far"):
-                chooser.history[r][d][:] = 100 * (right if d == name else 0.0), 100
-    with torch.inference_mode():
-        chooser.propose(some, [4] * 5)
-    assert [chooser.chosen[r] for r in some] == ["draft", "draft", "target", "target", "target"]
-    # The first request will take the tokens that were looked up, so the second decides.
-    speeds = dict(target=90, ngram=300, draft=250, far=200), dict(target=90, ngram=90, draft=100, far=120)
-    for r, own in zip(some, speeds):
-        chooser.promises[r] = {name: [1, 2.0, speed] for name, speed in own.items()}
-    assert chooser._shared(some[:2]) == "far"
+def test_a_batch_drafts_with_one_drafter_and_one_length(monkeypatch):
+    """Rows of equal lengths share their products."""
+    noted = []
+
+    def propose(self, requests, limits, real=Adaptive.propose):
+        out = real(self, requests, limits)
+        names = {self.proposer(r) for r in requests}
+        noted.append((*names, {len(drafts) for drafts, *_ in out} if len({*limits}) == 1 else {0}))
+        return out
+
+    monkeypatch.setattr(Adaptive, "propose", propose)
+    answer(adaptive(prices(), NGram(3, 1), small(CLOSE), small(OTHER, "far")), prompts(8), 4)
+    assert {name for name, _ in noted} >= {"ngram", "draft"}
+    assert all(len(lengths) == 1 for name, lengths in noted if name != "ngram")
 
 
 def test_choices_follow_prices_and_acceptance():

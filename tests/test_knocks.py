@@ -93,7 +93,7 @@ def test_training_on_a_full_disk_stops_in_a_line_and_goes_on(tmp_path, full_disk
 
 def test_a_full_disk_behind_stdout():
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "minispec.bounds", "--batches", "1"]
+        command = [sys.executable, "-m", "minispec.bounds", "--traces", "results/traces.jsonl", "--batches", "1"]
         r = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert r.returncode == 2
     assert r.stderr == "bounds.py: No space left on device: the output\n"
