@@ -2,7 +2,7 @@
 this open: no drafter is best everywhere. Here the batch chooses in every round the drafter and the number of
 drafts k with the most expected tokens per second:
 
-    goodput(drafter, k) = sum over requests of E(alpha, k) / T(drafter, k)        (SmartSpec, 2406.14066)
+    goodput(drafter, k) = (sum over requests of E(alpha, k)) / T(drafter, k)      (SmartSpec, 2406.14066)
     E(alpha, k) = 1 + alpha + .. + alpha^k                                        (2211.17192, eq. 1)
 
 T, the seconds of a round, comes from a cost table (costs.CostTable) for the batch size; k may be 0. alpha,
