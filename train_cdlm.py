@@ -43,7 +43,7 @@ BLOCK_SIZES = (4, 8, 16, 32)     # B; they divide cdlm.GEN_LENGTH
 BLOCK_WARMUP = 0.5               # of the teacher's steps have block-causal attention
 IN_ORDER = 0.6                   # of the blocks are masked in reading order: see `cdlm.turns`
 SHARD = 32                       # trajectories in a file
-OWN_NAMES = ("target", "teacher", "trajectories", "")    # of other folders in --out
+OWN_NAMES = ("target", "teacher", "trajectories")        # of other folders in --out
 HELDOUT = 15                     # examples of the held-out loss
 
 
@@ -75,8 +75,8 @@ def parse_args():
         help="weights of the student's losses (default 1 0.5 0.01)")
     add("--reverse-kl", action="store_true", help="distillation and consistency by KL(student || goal)")
     args = training.parsed(p)
-    if args.name in OWN_NAMES:
-        raise ValueError(f"name must be none of {', '.join(OWN_NAMES[:-1])}, got '{args.name}'")
+    if os.path.normpath(args.name) in (*OWN_NAMES, "."):
+        raise ValueError(f"name must be none of {', '.join(OWN_NAMES)}, got '{args.name}'")
     if not all(0 <= x <= training.MOST for x in args.weights) or not any(args.weights):
         raise ValueError("weights must be 0 or more, and one of them above 0, got "
                          + " ".join(f"{x:g}" for x in args.weights))

@@ -129,6 +129,8 @@ def draw(kind, path, prefix):
 
 
 def main():
+    if len(sys.argv) not in (1, 3):
+        raise ValueError("give two files, OUT.json and T.jsonl, or none for the figures of docs/")
     if len(sys.argv) == 3:
         for kind, path in zip(FIGURES, sys.argv[1:]):
             draw(kind, path, os.path.splitext(sys.argv[1])[0] + "_")

@@ -129,7 +129,9 @@ def draw_page(chromium):
 
 
 def main():
-    runs = runs_of(PAGE) if "--stored" in sys.argv else record()
+    if sys.argv[1:] not in ([], ["--stored"]):
+        sys.exit("rounds.py takes --stored or nothing")
+    runs = runs_of(PAGE) if sys.argv[1:] else record()
     write_page(PAGE, runs)
     run = runs[PILLARS[0]]
     draw_pillars(run, run["requests"][PILLARS[1]], f"{DOCS}/figures/pillars.png")

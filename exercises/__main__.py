@@ -42,7 +42,7 @@ def grade(name):
     with mock.patch(stub.PLACE, function), contextlib.redirect_stdout(shown):
         tests = [f"{ROOT}tests/{test}" for test in stub.TESTS]
         code = pytest.main([*OPTIONS, *tests], [first])
-    if isinstance(first.error, NotImplementedError):
+    if isinstance(first.error, NotImplementedError) and not first.error.args:         # torch's have a text
         return f"not filled in; write the function in exercises/{name}.py"
     if first.report:
         lines = [line for line in first.report.longreprtext.splitlines() if line.strip(" ^")]

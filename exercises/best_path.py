@@ -13,6 +13,7 @@ The score of a path is the sum of reach over its rows, without row 0.
 PLACE = "minispec.specdiff.best_path"
 TESTS = (
     "test_specdiff.py::test_selection_by_hand",
+    "test_specdiff.py::test_selection_is_the_best_of_all_paths",
     "test_specdiff.py::test_rules_are_lossless[selection-2-0.7]",
 )
 

@@ -22,6 +22,7 @@ PLACE = "minispec.specgen.SpecGen._select"
 TESTS = (
     "test_specgen.py::test_selection_is_topk_of_the_scores_per_layer_and_head",
     "test_specgen.py::test_the_end_of_the_prompt_selects_for_the_first_round[512]",
+    "test_specgen.py::test_a_window_is_the_first_and_the_newest_positions",
     "test_specgen.py::test_output_never_depends_on_the_selection[window-1-0.02]",
 )
 

@@ -17,6 +17,7 @@ PLACE = "minispec.prism.unrolled_attend"
 TESTS = (
     "test_prism.py::test_states_in_training_equal_states_in_drafting[step_map1-1]",
     "test_prism.py::test_states_in_training_equal_states_in_drafting[step_map3-2]",
+    "test_prism.py::test_gradients_reach_the_keys_and_values_of_every_step",
 )
 
 

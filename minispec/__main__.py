@@ -1,5 +1,6 @@
 """core/hello.py at work: the shipped model revises a small program, and prompt lookup drafts."""
-from minispec import SHIPPED
+from minispec import SHIPPED, need_torch
+need_torch()
 from minispec.core.hello import generate, prompt_lookup
 from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer

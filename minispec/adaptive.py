@@ -1,6 +1,6 @@
 """Which drafter should draft next, and how many tokens? "Performance or Illusion?" (arXiv 2601.11580) leaves
-this open: no drafter is best everywhere. Here the batch chooses in every round the drafter and the number of
-drafts k with the most expected tokens per second:
+this open: no drafter is best everywhere. Here the batch chooses in every round the drafter and the most
+drafts of a request, k, with the most expected tokens per second:
 
     goodput(drafter, k) = (sum over requests of E(alpha, k)) / T(drafter, k)      (SmartSpec, 2406.14066)
     E(alpha, k) = 1 + alpha + .. + alpha^k                                        (2211.17192, eq. 1)
@@ -9,8 +9,8 @@ T, the seconds of a round, comes from a cost table (costs.CostTable) for the bat
 the chance that a draft is accepted, is estimated from counts: a request's estimate is shrunk to the one over
 all requests, which is shrunk to a prior, the drafter's acceptance on other texts. Counts decay, so a drafter
 that failed is tried again later. Prompt lookup costs nothing, so it runs in every round. A request that
-decodes alone verifies the tokens found next to another drafter's, too, and lets a trained drafter end its
-chain itself. Only committed tokens decide, so rejection sampling stays exact.
+decodes alone verifies the tokens found next to another drafter's, too, and sets no k for a trained drafter,
+which ends a chain where it is unsure. Only committed tokens decide, so rejection sampling stays exact.
 """
 from collections import defaultdict
 from functools import cache, partial
@@ -105,17 +105,18 @@ class Adaptive(Drafter):
         for name, drafter in self.drafters.items():
             is_lookup = drafter is self.lookup
             prior = min(MAX_PRIOR, self.cost.accept.get(name, MAX_PRIOR))
-            tokens, price = [], seconds[name].copy()
+            tokens, price, most = [], seconds[name].copy(), 1
             for r, limit, found in zip(requests, limits, lookups):
                 own = self.history[r]
                 alpha = rate(own[name], rate(self.counts[name], prior))
                 gains = expected_tokens(alpha, len(found) if is_lookup else min(limit, drafter.gamma))
+                most = max(most, len(gains))             # more drafts than anyone can use may look cheaper
                 tokens.append(np.pad(gains, (0, len(price) - len(gains)), "edge"))
                 # A drafter reads the prompt before its first draft. All tokens to come share that price.
                 if not is_lookup and not own[name][1]:
                     price += tokens[-1] * self.read(name, len(r.generation.prompt_ids)) / r.remaining
             total = np.sum(tokens, 0) / price
-            k = int(total.argmax())
+            k = int(total[:most].argmax())
             goodput[name, k] = total[k]
             for r, gains in zip(requests, tokens):
                 self.promises[r][name] = [k, float(gains[k]), float(gains[k] / price[k])]

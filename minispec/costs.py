@@ -6,7 +6,8 @@ request and cached tokens.
     {"about": anything, "verify": TIME, "draft": {name: TIME}, "read": {name: TIME}, "prefill": TIME,
      "overhead": TIME, "accept": {name: chance}}
 
-Only verify is required. read: extra seconds of a drafter's first round for a request, by the tokens that it
+Only verify is required. tokens are 1 + drafts for verify, the drafts for draft, and the tokens that are read
+for prefill and read. prefill, read and overhead are asked at 0 cached tokens, overhead at 1 token. read: extra seconds of a drafter's first round for a request, by the tokens that it
 reads then. accept: chance that a draft is accepted, measured on other texts; the prior of the method
 `adaptive`. TIME is one of
 

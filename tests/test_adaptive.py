@@ -134,7 +134,8 @@ def test_the_choice_has_the_most_expected_tokens_per_second():
     chosen = set()
     for batch in [1, 3] * 40:
         draft = {name: linear(step=rng.uniform(0, 0.3)) for name in names}
-        cost = CostTable({"verify": linear(base=1.0, token=rng.uniform(0, 0.1)), "draft": draft})
+        verify, read = linear(base=1.0, token=rng.uniform(0, 0.1)), {"draft": linear(token=0.05)}
+        cost = CostTable({"verify": verify, "draft": draft, "read": read})
         chooser = Adaptive([NGram(), small(CLOSE), small(OTHER, "far")], cost, 5)
         some = [Request([1, 2, 3]) for _ in range(batch)]
         limits = rng.integers(0, 6, batch).tolist()
@@ -143,9 +144,11 @@ def test_the_choice_has_the_most_expected_tokens_per_second():
         for name in names:
             total = chooser.counts[name]
             total += sorted(rng.uniform(0, 9, 2))
-            for r in some:
+            for r in some[::2]:                              # the others have not read their prompts
                 own = chooser.history[r][name]
                 own += sorted(rng.uniform(0, 9, 2))
+            for r in some:
+                own = chooser.history[r][name]
                 chances[name].append(rate(own, rate(total, 0.85)))
         kv = 128 * batch
         best = {("target", 0): batch / cost.step(kv, batch, batch)}
@@ -154,8 +157,10 @@ def test_the_choice_has_the_most_expected_tokens_per_second():
                 seconds = cost.step(kv, batch * (k + 1), batch)
                 seconds += (name != "ngram") * cost.draft(name, kv, k, batch)
                 most = [min(k, len(f) if name == "ngram" else limit) for f, limit in zip(found, limits)]
-                tokens = sum(chance**j for chance, n in zip(chances[name], most) for j in range(n + 1))
-                best[name, k] = tokens / seconds
+                tokens = [sum(chance**j for j in range(n + 1)) for chance, n in zip(chances[name], most)]
+                if name == "draft":
+                    seconds += sum(n * cost.read(name, 3) / r.remaining for n, r in zip(tokens[1::2], some[1::2]))
+                best[name, k] = sum(tokens) / seconds
         choice = chooser._choose(some, limits, found)
         assert best[choice] == pytest.approx(max(best.values()))
         chosen.add(choice[0])
@@ -252,15 +257,26 @@ def test_about_as_fast_as_the_best_single_drafter_and_within_the_bound():
         assert 0.95 * best < cell["seconds"] / taken <= cell["total time"]["L6"] + 1e-9
 
 
-@pytest.mark.parametrize("stop, most", [(0.0, 2), (0.1, 6)])
-def test_a_drafter_that_ends_its_chains_itself_is_not_told_how_deep(monkeypatch, stop, most):
+@pytest.mark.parametrize("stop, batch, most", [(0.0, 1, 2), (0.1, 1, 6), (0.1, 3, 2)])
+def test_a_drafter_that_ends_its_chains_itself_is_not_told_how_deep(stop, batch, most, monkeypatch):
+    """But in a batch, where every row costs."""
     asked = []
     nothing = lambda self, requests, limits: asked.extend(limits) or [([], None)] * len(requests)
     monkeypatch.setattr(SmallLM, "propose", nothing)
     drafter = small(CLOSE)
     drafter.min_confidence = stop
-    answer(adaptive(prices(draft=0.6), drafter), prompts(3), 1, 20)
+    answer(adaptive(prices(draft=0.6 * batch, base=batch), drafter), [[i] * 9 for i in range(3)], batch, 20)
     assert max(asked) == most
+
+
+def test_no_more_drafts_than_anyone_has_are_priced():
+    """Measured prices may fall."""
+    grid = {"kind": "grid", "rows": [1], "tokens": [1, 2, 3], "kv": [0], "seconds": [[[1.0], [1.5], [1.2]]]}
+    chooser = Adaptive([NGram()], CostTable({"verify": grid, "draft": {"ngram": linear()}}), 4)
+    r = Request([1, 2, 3])
+    chooser._choose([r], [4], [[7]])
+    k, tokens, speed = chooser.promises[r]["ngram"]
+    assert (k, speed) == (1, tokens / 1.5)
 
 
 @pytest.mark.parametrize("window", [10, 2])

@@ -272,15 +272,17 @@ def test_a_request_leaves_the_cache_after_its_verdict():
 def test_an_interrupt_while_a_request_enters_loses_no_blocks(monkeypatch):
     some = prompts(3)
     engine = Engine(MODEL, SCHEDULERS["specgen"], 3)
-    for name in ("share", "resize"):
+    answer(engine, some)                                 # leaves blocks to share
+    for owner, name in ((PrefixCache, "share"), (PrefixCache, "resize"), (admission.Admission, "_enter")):
+        requests = [Request(p, 40) for p in some]
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
 
-            def stopped(*args, real=getattr(PrefixCache, name)):
+            def stopped(*args, real=getattr(owner, name)):
                 real(*args)
                 patch.undo()
                 raise KeyboardInterrupt
 
-            patch.setattr(PrefixCache, name, stopped)
-            engine.generate([Request(p, 40) for p in some])
+            patch.setattr(owner, name, stopped)
+            engine.generate(requests)
         assert engine.cache.used == engine.cache.charged == 0
-        assert answer(engine, some)[0] == plain(some)
+        assert [g.token_ids for g in engine.generate(requests)] == plain(some)

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import types
 import weakref
 import xml.dom.minidom
 from dataclasses import replace
@@ -118,6 +117,8 @@ def drawings(found, some):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert [f.name for f in found.parent.glob("*_bounds_*.svg")]
+        missing = subprocess.run(command[:-1], capture_output=True, text=True)
+        assert missing.returncode == 2 and "give two files" in missing.stderr
     return sorted(found.parent.glob("*_bounds_*.svg"))
 
 
@@ -180,8 +181,9 @@ def test_the_recipe_makes_traces_of_an_engines_logs(tmp_path):
                  "acc": {"acc_len": own}} for i, own in enumerate(lengths)]
         (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
 
-    log("n.jsonl", [[1, 21, 3, 9], [1, 1], [1, 2]], [[5, 6, 7, 8], [5, 6], [5, 6]])
-    log("e.jsonl", [[1, 2, 1, 1], [1, 2], [1, 1]], [[5, 6, 7, 8], [5, 9], [5, 6]])
+    long = [*range(5, 35)]
+    log("n.jsonl", [[1, 21, 3, 9], [1, 1], [1, 2], [21] * 30], [[5, 6, 7, 8], [5, 6], [5, 6], long])
+    log("e.jsonl", [[1, 2, 1, 1], [1, 2], [1, 1], [1] * 30], [[5, 6, 7, 8], [5, 9], [5, 6], long])
     with open(f"{ROOT}/docs/own-traces.md", encoding="utf-8") as f:
         recipe = re.search(r"```python\n(import json.*?)```", f.read(), re.S)[1]
     argv = [sys.executable, "-c", recipe, "ngram=n.jsonl", "eagle3=e.jsonl"]
@@ -189,10 +191,12 @@ def test_the_recipe_makes_traces_of_an_engines_logs(tmp_path):
     assert r.returncode == 0 and "cmpl-1" in r.stderr, r.stderr
     (tmp_path / "t.jsonl").write_text(r.stdout)
     # The outputs of cmpl-1 differ.
-    first, other = traces.read_traces(tmp_path / "t.jsonl")
+    first, other, third = traces.read_traces(tmp_path / "t.jsonl")
     assert (first.id, first.prompt_len, other.id) == ("cmpl-0", 30, "cmpl-2")
     assert first.accept["ngram"].tolist() == [0, 3, 2, 1]
-    assert first.censored["ngram"].tolist() == [False, True, False, False]
+    # The end of an answer is no limit of the log.
+    assert not first.censored["ngram"].any()
+    assert third.censored["ngram"].tolist() == [i <= 9 for i in range(30)]
 
 
 # -- the studies -------------------------------------------------------------------------------------
@@ -273,7 +277,7 @@ def test_every_study_leaves_its_tables_and_figures(measured):
 
 
 def test_studies_are_chosen():
-    chosen = lambda *names, quick=False: list(bench.chosen(types.SimpleNamespace(studies=names, quick=quick)))
+    chosen = lambda *names, quick=False: list(bench.chosen(SimpleNamespace(studies=names, quick=quick)))
     assert chosen() == ["profile", "trace", "run", "bounds"] == [*chosen(quick=True), "bounds"]
     assert chosen("speed", "profile", quick=True) == ["profile", "speed"]
     assert chosen("all") == [*bench.STUDIES][:-2] and chosen("arms") == ["arms"]

@@ -135,10 +135,11 @@ def test_outputs_are_checked_before_the_work(toy, tmp_path):
 
 def test_without_torch_a_line_says_what_to_install():
     """-S: without the installed packages."""
-    p = python("-S", "decode.py", "--help")
-    assert p.returncode == 2
-    assert p.stderr.count("\n") == 1
-    assert "minispec needs torch: pip install" in p.stderr
+    for command in (["decode.py", "--help"], ["-m", "minispec"]):
+        p = python("-S", *command)
+        assert p.returncode == 2
+        assert p.stderr.count("\n") == 1
+        assert "minispec needs torch: pip install" in p.stderr
 
 
 # -- results ---------------------------------------------------------------------------------------------
@@ -318,6 +319,16 @@ def test_several_problems_one_after_the_other(toy):
     assert places == sorted(places) and "\nanswer: 0 of 3 correct\n" in shown
 
 
+def test_answers_that_nobody_can_check_are_not_counted(toy, tmp_path):
+    rows = {"question": "1 + 1?", "answer": "#### 2"}, {"prompt": "Write a poem."}
+    for i, row in enumerate(rows):
+        (tmp_path / f"{i}.jsonl").write_text(json.dumps(row) + "\n")
+    problems = [prompts.load_prompts(str(tmp_path / f"{i}.jsonl"))[0] for i in (0, 1)]
+    with mock.patch.object(decode_script, "problems_of", lambda args: problems):
+        shown = decode(f"--model {toy} --prompts {tmp_path}/0.jsonl --max-new-tokens 5").stdout
+    assert "\nanswer: 0 of 1 correct\n" in shown
+
+
 def test_problems_of_a_batch_are_shown_with_their_answers(toy, tmp_path):
     """Their common beginning once, and each answer below its question."""
     file = tmp_path / "p.jsonl"
@@ -351,6 +362,7 @@ def test_a_damaged_data_set_is_named_in_one_line(tmp_path):
     r = python("-m", "minispec.data.mixture", "--data", tmp_path, "--out", tmp_path / "mix")
     assert r.returncode == 2 and r.stderr.count("\n") == 1 and "train.jsonl:1: not JSON" in r.stderr
     (tmp_path / "gsm8k" / "train.jsonl").write_text('{"question": 5}')
+    (tmp_path / "standardebooks").mkdir()
     assert "train.jsonl is damaged: TypeError" in refusal(mixture, f"--data {tmp_path} --out {tmp_path}/mix")
     assert refusal(mixture, f"--data {tmp_path}/no --out {tmp_path}/mix") == f"there is no folder {tmp_path}/no"
 

@@ -14,16 +14,22 @@ from conftest import ROOT, outcome, table
 from exercises import __main__ as exercises
 
 # A function, a part of it, what a student may write there, and so: takes the most probable last draft; takes
-# p, not the residual; leaves no room for the bonus; selects without the corrected token; sees the answer it
-# is to predict; reads the newest own key.
-MISTAKES = {name: parts for name, *parts in table("""
+# the longest path; takes p, not the residual; forgets that a chain may have no q; leaves no room for the
+# bonus; selects without the corrected token; forgets the scores; reads only the first positions of a window;
+# sees the answer it is to predict; reads the newest own key; lets no gradient through.
+MISTAKES = table("""
     best_path | score[parent] + reach[-1] | reach[-1]
+    best_path | score[parent] + reach[-1] | score[parent] + 1
     rejection | (left - of_q) | left
+    rejection | if q is not None | if True
     rung_seconds | trace.n_out - position - 1 | trace.n_out - position
     selection | accepted + 2 | accepted + 1
+    selection | recent, scores) | recent)
+    selection | recent = max(recent, b - N_SINKS) | recent = max(recent, b // 2)
     two_copies | key < row | key <= row
     unrolled_attend | *own = steps[layer] | *own = steps[layer][:1] + steps[layer][1:][-1:]
-""")}
+    unrolled_attend | append((k.transpose | append((k.detach().transpose
+""")
 
 
 def ours(name):
@@ -31,9 +37,8 @@ def ours(name):
     return resolve_name(importlib.import_module(f"exercises.{name}").PLACE)
 
 
-def mistaken(name):
+def mistaken(name, right, wrong):
     source = textwrap.dedent(inspect.getsource(ours(name)))
-    right, wrong = MISTAKES[name]
     assert right in source
     scope = dict(vars(sys.modules[ours(name).__module__]))
     exec(source.replace(right, wrong), scope)
@@ -68,15 +73,21 @@ def test_an_empty_stub_is_not_filled_in(name, said):
     assert said(name) == (1, f"{name}: not filled in; write the function in exercises/{name}.py\n")
 
 
+def test_an_operator_that_torch_lacks_is_a_mistake(said):
+    def best_path(draft, parents, p):
+        raise NotImplementedError("baddbmm not implemented for 'Bool'")
+    assert said("best_path", best_path)[1].startswith("best_path: wrong, ")
+
+
 @pytest.mark.parametrize("name", exercises.NAMES)
 def test_the_projects_function_is_right(name, said):
     assert said(name, ours(name)) == (0, f"{name}: right, its tests pass\n")
 
 
-@pytest.mark.parametrize("name", exercises.NAMES)
-def test_a_small_mistake_is_wrong(name, said):
+@pytest.mark.parametrize("name, right, wrong", MISTAKES)
+def test_a_small_mistake_is_wrong(name, right, wrong, said):
     """In the first line, the test; in a few more, its failure."""
-    code, text = said(name, mistaken(name))
+    code, text = said(name, mistaken(name, right, wrong))
     assert code == 1 and re.match(rf"{name}: wrong, tests/test_\w+\.py::\S+ fails:\n", text)
     assert "\nE  " in text and text.count("\n") < 15
 

@@ -103,7 +103,9 @@ def test_delayed_verdicts_are_found_on_a_stream_of_their_own(log, monkeypatch):
     engine.side, read = Stream(log), []
 
     def commit(real=engine.commit):
-        read[:] = [weakref.ref(s.keys.scores) for s in engine.pending if s.keys.scores is not None]
+        states = [s.request.state for s in engine.pending]
+        some = [s.keys.scores for s in engine.pending] + [state and state.memory for state in states]
+        read[:] = [weakref.ref(x) for x in some if x is not None]
         return real()
 
     def done():

@@ -1,8 +1,8 @@
 """The Triton kernels without a GPU: numerics in Triton's interpreter against the torch references, and
 ahead-of-time compilation. The interpreter must be chosen before triton is imported and cannot compile, so all
-of `CHECKS` run in a child process, together with those of test_graphs.py, and the tests below report its verdicts. (The
-interpreter of triton 3.7 cannot multiply bf16; fp16 takes the same path through the kernels, and bf16 is
-compiled.)"""
+of `CHECKS` run in a child process, together with those of test_graphs.py, and the tests below report its
+verdicts. (The interpreter of triton 3.7 cannot multiply bf16; fp16 takes the same path through the kernels,
+and bf16 is compiled.)"""
 
 import dataclasses
 import functools

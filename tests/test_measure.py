@@ -246,9 +246,9 @@ def test_prompts_of_a_batch_share_nothing_when_they_are_priced(monkeypatch):
             engines.append(self)
 
     monkeypatch.setattr(measure, "Engine", Noted)
-    measure.prefill_seconds(TARGET, 3, 90, 1)
+    measure.prefill_seconds(TARGET, 9, 90, 1)
     assert [e.admission.shared for e in engines] == [0, 0]
-    assert all(sum(i["prefill"] for i in e.iterations) == 3 * 90 for e in engines)
+    assert all(sum(i["prefill"] for i in e.iterations) == 9 * 90 for e in engines)
 
 
 # -- replay and the ladder of a run ------------------------------------------------------------------

@@ -78,6 +78,14 @@ def test_states_in_training_equal_states_in_drafting(step_map, layers):
     assert wrong > 0.05 if max(step_map) else wrong < 1e-4
 
 
+def test_gradients_reach_the_keys_and_values_of_every_step():
+    attend = prism.unrolled_attend()
+    steps = [[torch.randn(1, 5, 2, 4, generator=seeded(10 * i + j)).requires_grad_() for j in range(3)] for i in range(2)]
+    [attend(0, *some) for some in steps][1].sum().backward()
+    inputs = [steps[1][0], *steps[0][1:], *steps[1][1:]]
+    assert all(x.grad is not None and x.grad.abs().sum() > 0 for x in inputs)
+
+
 def test_the_shortened_test_of_the_page_runs():
     with open(f"{ROOT}/docs/debug-drafter.md", encoding="utf-8") as f:
         code = re.search(r"```python\n(.*?)```", f.read(), re.S)[1]
@@ -85,7 +93,6 @@ def test_the_shortened_test_of_the_page_runs():
     names = {**globals(), "drafter": DRAFTERS[2], "ids": ids}
     exec(code, names)
     names["test_states_in_training_equal_states_in_drafting"]()
-
 
 
 @pytest.mark.parametrize("ids", [list(range(12)), [1, 2, 3, 5, 7, 8]], ids=["all tokens", "some"])

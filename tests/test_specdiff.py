@@ -315,6 +315,22 @@ def test_selection_by_hand():
     assert best_path(draft, parents, p) == [3, 4, 5]
 
 
+def test_selection_is_the_best_of_all_paths():
+    g = seeded(3)
+    for _ in range(50):
+        tokens, parents, _ = merge(torch.randint(0, V, (3, GAMMA), generator=g).tolist())
+        p = torch.rand(len(tokens) + 1, V, generator=g).double()
+        paths = [[]]
+        for row, above in enumerate(parents, 1):
+            paths.append([*paths[above], row])
+
+        def score(path):
+            reach = torch.stack([p[above, tokens[row - 1]] for above, row in zip([0, *path], path)] or [p[0, 0] * 0])
+            return reach.cumprod(0).sum()
+
+        assert best_path(tokens, parents, p) == max(paths, key=score)
+
+
 def test_rejection_at_the_edges():
     """B3."""
     g = seeded(0)
@@ -336,6 +352,9 @@ def test_rejection_at_the_edges():
     # No residual is left: the target's own row is the right draw.
     coins = torch.tensor([1.0, 0.7])
     assert rejection([([1], half[None])], [0], half.expand(2, -1), coins) == ([], 1)
+    # A chain that ends earlier has no draft after its end.
+    certain = torch.eye(V)[[0, 1, 2]]
+    assert rejection([([1], None), ([1, 2], None)], [0, 1], certain, torch.full((3,), 0.5)) == ([1, 2], 2)
 
 
 def test_merged_chains_by_hand():

@@ -142,6 +142,16 @@ def test_selection_is_topk_of_the_scores_per_layer_and_head(accepted, select):
     want = scores[:, :, : 78 - accepted].topk(18 - accepted).indices.sort().values
     assert torch.equal(state.selected.sort().values, want)
     assert not torch.equal(want[0, 0], want[1, 1])
+    assert torch.equal(state.memory, scores)
+
+
+def test_a_window_is_the_first_and_the_newest_positions():
+    scheduler = SpecGen(Engine(MODEL, SyncScheduler), k=8, sparsity=0.25, min_budget=4, select="window")
+    scheduler.engine.cache = KVCache(MODEL.config, 8)
+    request = Request(PROMPT)
+    request.n_cached = 80
+    state = scheduler._select(request, None, 3)
+    assert state.recent == 16 and state.selected.tolist() == [[[0, 1, 2, 3]] * 2] * 2
 
 
 def test_ahead_passes_scores_on_and_remembers():

@@ -492,6 +492,7 @@ BAD = """
 nowhere | cannot read nowhere: No such file
 {toy} --prompt-length 400 | exceed the context of 512
 {toy} --name teacher | name must be none of target, teacher, trajectories, got 'teacher'
+{toy} --name ./teacher/ | name must be none of target, teacher, trajectories, got './teacher/'
 {toy} --name '' | name must be none of target, teacher, trajectories, got ''
 """
 

@@ -239,6 +239,12 @@ def test_a_training_by_the_clock_ends_with_a_checkpoint(folder):
     assert [*(folder / "clocked").glob("train*")]
 
 
+def test_a_training_by_the_clock_goes_on(folder):
+    """It asks for no more answers."""
+    killed(folder, "later", "--minutes 60")
+    assert len(train(folder, "later", "--minutes 60")) > 1
+
+
 def test_answers_are_recorded_by_a_process_of_their_own(folder, capfd):
     """Whose failure is the training's."""
     rows = [{"prompt": f"one {i}"} for i in range(30)]

@@ -8,8 +8,8 @@ from dataclasses import replace
 import conftest
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from conftest import ids_of, refused, seeded, table, toy_model
+from safetensors.torch import load_file, save_file
 
 from minispec import prism, specdiff
 from minispec.core.engine import Engine

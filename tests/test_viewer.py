@@ -25,6 +25,7 @@ RUNS = {
     "specdiff": "--temperature 1 --k-drafts 3 --rule rejection",
     "specgen": "--batch 3 --n 3 --delayed --min-budget 20",
     "specgen, copies": "--min-budget 20",
+    "specgen, all recent": "--min-budget 8",
     "adaptive": "",
     "cdlm": "",
 }

@@ -53,7 +53,8 @@ class Admission:
         while engine.waiting and not self.paused and len(active) < engine.batch_size:
             if not self._enter(engine.waiting[0]):
                 break
-            active.append(engine.waiting.pop(0))
+            active.append(engine.waiting[0])             # an interrupt between these lines loses nothing
+            del engine.waiting[0]
         return verified
 
     def reach(self, r):

@@ -1,9 +1,9 @@
 """Speculative decoding on one screen. `python -m minispec` shows it at work.
 
-A language model reads all of its weights to write one token. Checking eight tokens takes hardly longer. So
-something cheap guesses the next tokens (draft), the model checks all guesses in one forward (verify), keeps
-those that it would have written itself, and adds one token of its own. The text is the model's, token by
-token; only the number of forwards changes.
+A language model reads all of its weights to write one token. On a GPU, checking eight tokens takes hardly
+longer. So something cheap guesses the next tokens (draft), the model checks all guesses in one forward
+(verify), keeps those that it would have written itself, and adds one token of its own. The text is the
+model's, token by token; only the number of forwards changes.
 
 All other files answer two questions about this loop: which drafter proposes, and which keys may a query see?
 Batches, sampling, trees of drafts and timing are in engine.py and verify.py.

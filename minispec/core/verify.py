@@ -10,7 +10,7 @@ always commits at least one token.
                 the child that is the row's choice, as long as there is one. The first choice that is no child
                 is the token that follows.
     rejection   accept draft d with probability min(1, p(d) / q(d)), else continue with max(p - q, 0),
-                normalised (Leviathan et al. 2211.17192, Theorem 3.5; Chen et al. 2302.01318); for K chains in
+                normalised (Leviathan et al. 2211.17192, appendix A.1; Chen et al. 2302.01318); for K chains in
                 turn (multi-round, SpecInfer 2305.09781)
 
 The walk commits exactly the tokens of plain decoding, whatever the drafts are: they only save forwards. At
@@ -258,7 +258,8 @@ def argmax(logits):
 
 def check_numbers(logits):
     """ValueError if a logit is not finite, because then no token can be chosen. Waits for a GPU."""
-    # A sum takes a tenth of the time of isnan; in fp16 it would overflow.
-    if not math.isfinite(logits.sum(dtype=torch.float32)):
+    # A sum takes a tenth of the time of isnan. One of fp16 would overflow.
+    wide = torch.float32 if logits.dtype == torch.float16 else None
+    if not math.isfinite(logits.sum(dtype=wide)):
         raise ValueError("the logits of the model must be numbers, got NaN: its weights are damaged, or too "
                          "large for this --dtype")

@@ -78,7 +78,7 @@ def parsed(parser):
     args = training.parsed(parser)
     # Mistakes show here, before the work.
     Sampling(args.temperature or 0)
-    if args.minutes == 0:
+    if args.minutes == 0 and "responses" in args:        # rollouts.py gets 0: no more answers
         raise ValueError("minutes must be above 0, got 0")
     for file in filter(None, [*args.prompt_file, args.given]):
         if file != OWN:

@@ -60,7 +60,7 @@ def compare(study, drafters, n, args, model, tokenizer, rule="coupled"):
         sampling = Sampling(temperature, rule=rule)
         return counts_of(engine, requests_of(problems, tokenizer, model, NEW, sampling))
 
-    found = dict(zip(cells, each_kept(study, args, model, cells, measured, drafters=list(drafters))))
+    found = dict(zip(cells, each_kept(study, args, model, cells, measured)))
     rows = []
     first = {name.rpartition(":")[0]: name for name in reversed(drafters)}                 # of each group
     workloads = *dict.fromkeys(p.family for p in problems), "all"

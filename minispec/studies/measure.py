@@ -126,7 +126,8 @@ def prefill_seconds(model, rows, prompt_len, repeats):
     for _ in range(repeats + 1):
         engine = Engine(model, SyncScheduler, rows, prefill_chunk=prompt_len)
         # Prompts that begin alike would share their blocks.
-        engine.generate([Request([1 + (i + row) % 7 for i in range(prompt_len)], 1) for row in range(rows)])
+        prompts = [[1 + row, *(1 + i % 7 for i in range(1, prompt_len))] for row in range(rows)]
+        engine.generate([Request(ids, 1) for ids in prompts])
         out.append(sum(engine.seconds.values()))
     return statistics.median(out[1:])
 

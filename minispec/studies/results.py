@@ -247,8 +247,8 @@ def write(name, result, seconds, device="cpu", dtype=""):
 
 def each_kept(name, args, model, cells, measure, **more):
     """[measure(*cell) for every cell] of a long study. Each finished cell is written to NAME.part. A later
-    run takes it from there if cells, settings, target, dtype, machine and `more` are the same. With --quick no cells
-    are kept."""
+    run takes it from there if cells, settings, target, dtype, machine and `more` are the same. With --quick
+    no cells are kept."""
     settings = {k: v for k, v in vars(args).items() if k not in ("studies", "force", "pages")}
     about = {
         **more,

@@ -285,8 +285,8 @@ def cells_of(ids, how, whole):
 
 
 def balanced(ids, n):
-    """The first n of ids "workload/i", or fewer, so that each workload has as many."""
-    workloads = len({i.split("/")[0] for i in ids})
+    """About the first n of ids "workload/i": as many of each workload, at least one."""
+    workloads = len({i.split("/")[0] for i in ids}) or 1
     return ids[:max(n - n % workloads, workloads)]
 
 

@@ -17,7 +17,7 @@ A round is
                       the target's choice, which has the largest score: p / noise, at temperature 0 the logit
     coins             of rejection, one a token; None under the other rules
     cached            tokens in the cache before the round
-    promises          of Adaptive: {drafter: [drafts, tokens, tokens/s]}
+    promises          of Adaptive: {drafter: [drafts, best for the batch; tokens and tokens/s of this request]}
     selected          SpecGen: selected positions in each part of the context, summed over `heads`; each head
                       reads the `recent` newest ones, too
 A step of a diffusion model has the open `block` (first position, last + 1), its masked `slots` (position,
@@ -95,7 +95,9 @@ class Recorder:
         score = scores(logits, r.sampling, [stream(r.sampling.seed)] * len(p),
                        [position + 1 for position in s.positions])
         numbers = torch.stack((score, p, q), -1).double().round(decimals=4)        # (n, V, 3)
-        likely = numbers.topk(LIKELIEST, 1).indices.flatten(1).tolist()
+        # The choice first: of equal numbers topk may name another one.
+        likely = [score.argmax(-1, keepdim=True), numbers.topk(LIKELIEST, 1).indices.flatten(1)]
+        likely = torch.cat(likely, 1).tolist()
         tokens, parents = [*s.drafts, token], [*s.above, [0, *path][-1]]
         self.ids.update(tokens, *likely)
         out = {
@@ -109,7 +111,7 @@ class Recorder:
         selected = getattr(r.state, "selected", None)
         if selected is not None:
             bins = torch.histc(selected.float(), BINS, 0, r.longest).int().tolist()
-            out |= {"selected": bins, "heads": selected[..., 0].numel(), "recent": r.state.recent}
+            out |= {"selected": bins, "heads": selected.shape[:2].numel(), "recent": r.state.recent}
         return out
 
     def revealed(self, picked, a, masked, hidden, tokens, confidence):

@@ -94,7 +94,8 @@ def table(r):
     if "schedule" in r:
         lines += schedule_lines(r["schedule"])
     if r["correct"] is not None:
-        lines.append(f"answer: {r['correct']} of {len(r['requests'])} correct")
+        checked = sum(x["correct"] is not None for x in r["requests"])
+        lines.append(f"answer: {r['correct']} of {checked} correct")
     if "busy" in r:
         lines.append(r["busy"])
     return "\n".join(lines)
