@@ -167,7 +167,7 @@ def test_the_choice_has_the_most_expected_tokens_per_second():
         if batch == 1:
             speed = {name: promise[2] for name, promise in chooser.promises[some[0]].items()}
             assert choice[0] == max(speed, key=speed.get)
-    assert chosen == {"target", *names}
+    assert chosen >= {*names}
 
 
 def test_a_batch_drafts_with_one_drafter_and_one_length(monkeypatch):

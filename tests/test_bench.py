@@ -196,7 +196,7 @@ def test_the_recipe_makes_traces_of_an_engines_logs(tmp_path):
     assert first.accept["ngram"].tolist() == [0, 3, 2, 1]
     # The end of an answer is no limit of the log.
     assert not first.censored["ngram"].any()
-    assert third.censored["ngram"].tolist() == [i <= 9 for i in range(30)]
+    assert third.censored["ngram"].tolist() == [0 < i <= 9 for i in range(30)]
 
 
 # -- the studies -------------------------------------------------------------------------------------
