@@ -24,6 +24,7 @@ import decode  # noqa: E402
 from minispec.data import prompts  # noqa: E402
 from minispec.tools.files import write_text  # noqa: E402
 from minispec.tools.recorder import BINS, write_page  # noqa: E402
+from minispec.tools.script import run_main
 
 PAGE = f"{DOCS}/rounds.html"
 
@@ -130,7 +131,7 @@ def draw_page(chromium):
 
 def main():
     if sys.argv[1:] not in ([], ["--stored"]):
-        sys.exit("rounds.py takes --stored or nothing")
+        raise ValueError(f"allowed is --stored or nothing, got {' '.join(sys.argv[1:])}")
     runs = runs_of(PAGE) if sys.argv[1:] else record()
     write_page(PAGE, runs)
     run = runs[PILLARS[0]]
@@ -140,4 +141,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -105,17 +105,18 @@ class Adaptive(Drafter):
         for name, drafter in self.drafters.items():
             is_lookup = drafter is self.lookup
             prior = min(MAX_PRIOR, self.cost.accept.get(name, MAX_PRIOR))
-            tokens, price, most = [], seconds[name].copy(), 1
-            for r, limit, found in zip(requests, limits, lookups):
+            price, most = seconds[name].copy(), 1
+            tokens = np.empty((batch, len(price)))
+            for row, r, limit, found in zip(tokens, requests, limits, lookups):
                 own = self.history[r]
                 alpha = rate(own[name], rate(self.counts[name], prior))
                 gains = expected_tokens(alpha, len(found) if is_lookup else min(limit, drafter.gamma))
                 most = max(most, len(gains))             # more drafts than anyone can use may look cheaper
-                tokens.append(np.pad(gains, (0, len(price) - len(gains)), "edge"))
+                row[:len(gains)], row[len(gains):] = gains, gains[-1]
                 # A drafter reads the prompt before its first draft. All tokens to come share that price.
                 if not is_lookup and not own[name][1]:
-                    price += tokens[-1] * self.read(name, len(r.generation.prompt_ids)) / r.remaining
-            total = np.sum(tokens, 0) / price
+                    price += row * self.read(name, len(r.generation.prompt_ids)) / r.remaining
+            total = tokens.sum(0) / price
             k = int(total[:most].argmax())
             goodput[name, k] = total[k]
             for r, gains in zip(requests, tokens):

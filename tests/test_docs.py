@@ -178,6 +178,29 @@ def test_the_puzzle_models_column_in_the_readme_is_its_own_result():
     assert {own[1]: own[column] for own in cells} == means
 
 
+def test_the_readme_says_where_a_single_drafter_is_faster():
+    """On as many kinds of text, and in the batches, that the measured rows show."""
+    rows = read_json(f"{ROOT}/results/smollm2/speed.json")["result"]["rows"]
+    rows = [x for x in rows if x["temperature"] == 0 and "whole" not in x["workload"]]
+    best, own = {}, {}
+    for x in rows:
+        cell = x["workload"], x["batch"]
+        if x["method"] == bounds.COMBINED:
+            own[cell] = x["speedup"]
+        elif x["method"] in ("ngram", "prism", "eagle", "specdiff"):
+            best[cell] = max(best.get(cell, 0), x["speedup"])
+    near = {cell for cell in best if own[cell] >= 0.97 * best[cell]}
+    assert len([cell for cell in best if cell[1] == 1]) == 9 and "in six of nine kinds of text" in read("README.md")
+    assert len([cell for cell in near if cell[1] == 1]) == 6
+    assert sorted(cell[1] for cell in best.keys() - near if cell[1] > 1) == [4, 16]
+    assert "in batches of 4 and 16 a single drafter is faster" in read("README.md")
+
+
+def test_the_recorder_takes_no_other_arguments():
+    with mock.patch("sys.argv", ["rounds.py", "--help"]), pytest.raises(ValueError, match="--stored or nothing"):
+        recorded()[0]["main"]()
+
+
 def test_minutes_in_the_readme_are_the_lessons():
     table = re.findall(r"`(minispec/\w+\.py)` \| \[(\d+ minutes)\]\((docs/\w+\.md)\)", read("README.md"))
     assert len(table) == 5
