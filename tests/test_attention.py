@@ -1,3 +1,5 @@
+from itertools import accumulate
+
 import pytest
 import torch
 from conftest import attend_alone, dense_logits, only_keys, toy_model
@@ -69,9 +71,12 @@ def scattered(cache, sizes, order):
 
 @pytest.mark.parametrize("rows", [(1, 1, 1), (5, 5, 5), (1, 1, 4), (3, 4, 3)])
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("order", ["together", "apart", "mixed"])
-def test_requests_are_served_together_wherever_their_blocks_lie(rows, heads, order):
-    """Logits of every request, and its scores, are those that it has alone."""
+@pytest.mark.parametrize("order, most", [("together", 99), ("apart", 99), ("mixed", 99), ("apart", 0)])
+def test_requests_are_served_together_wherever_their_blocks_lie(rows, heads, order, most, monkeypatch):
+    """Logits of every request, and its scores, are those that it has alone. most: padding, and blocks between
+    that are read, too."""
+    monkeypatch.setattr(attention, "MOST_PADDING", most)
+    monkeypatch.setattr(attention, "MOST_UNREAD", most)
     model = toy_model(n_head=heads[0], n_kv_head=heads[1])
     cache = KVCache(model.config, 4 * 60)
     sizes = (21, 40, 30)
@@ -93,6 +98,19 @@ def test_requests_are_served_together_wherever_their_blocks_lie(rows, heads, ord
             assert (keys.scores - mean_probabilities(model, text, n)).abs().max() < 1e-5
 
 
+def test_requests_with_other_numbers_of_rows_are_padded_until_that_costs_more_than_a_group(monkeypatch):
+    monkeypatch.setattr(attention, "MOST_PADDING", 100)
+    cache = KVCache(toy_model().config, 200)
+    counts, lengths = (1, 3, 3, 2, 1), (20, 30, 40, 50, 30)
+    ends = [*accumulate(counts)]
+    spans = [
+        (end - n, end, FullKeys(cache, cache.open(t), t - n, n)) for n, t, end in zip(counts, lengths, ends)
+    ]
+    # The request with two rows has 50 padded products, the next one of 20 keys 40 more, the last one 60.
+    groups = attention.computed_together(spans)
+    assert [[spans.index(span) for span in group] for _, group in groups] == [[0, 1, 2, 3], [4]]
+
+
 def test_several_requests_are_read_block_by_block(monkeypatch):
     """A request alone is read as one matrix while its blocks are neighbours."""
     served = []
@@ -101,7 +119,7 @@ def test_several_requests_are_read_block_by_block(monkeypatch):
     keys = [FullKeys(cache, cache.open(12), 10, 1) for _ in range(2)]
     keys[0].blocks.table.reverse()
     for some in (keys, keys[:1], keys[1:]):
-        FewRows(cache, 1).plan(some)
+        FewRows(cache).plan(some)
     assert served == [keys[1:]]
 
 

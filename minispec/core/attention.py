@@ -8,7 +8,8 @@ Decoding:  `packed_attend(spans)` attends for one packed batch in which every re
            positions per layer and KV head. Keys with the same `backend` are computed together:
 
                OneRequest    a prompt, or the only request: its keys as one matrix
-               FewRows       up to FEW rows each of several requests: block by block
+               FewRows       up to FEW rows each of several requests: block by block, and padded to the
+                             most rows of any of them
                DraftPool     SpecGen's draft rows: a copy of the selected keys (specgen.py)
 
 On a GPU:  kernels/attention.py replaces packed_attend by one kernel per layer.
@@ -19,6 +20,7 @@ new rows included.
 """
 from collections import Counter
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,8 @@ from minispec.core.kv_cache import KVCache
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 FEW = 64            # rows of a request up to which it is computed together with others; a prompt has more
+MOST_PADDING = 80_000       # padding rows times keys of a group; with more, two groups take less time
+MOST_UNREAD = 16            # blocks between two that are read; with more, two products take less time
 
 
 # -- decoding: one packed batch, a keys object for every request ---------------------------------------------
@@ -39,11 +43,8 @@ def packed_attend(spans, device=None):
 
     backend.plan(list of keys) does all that is the same in every layer. It returns store(layer, k, v), which
     stores the new rows' keys and values (n, G, D), and read(layer, q (n, H, D)) -> (n, H, D)."""
-    groups = {}
-    for first, end, keys in spans:
-        groups.setdefault(keys.backend, []).append((first, end, keys))
     parts = []                                           # (rows, store, read)
-    for backend, members in groups.items():
+    for backend, members in computed_together(spans):
         rows = torch.tensor([row for first, end, _ in members for row in range(first, end)], device=device)
         parts.append((rows, *backend.plan([keys for *_, keys in members])))
 
@@ -60,6 +61,25 @@ def packed_attend(spans, device=None):
             out.index_copy_(0, rows, read(layer, q.index_select(0, rows)))
         return out
     return attend
+
+
+def computed_together(spans):
+    """The spans in groups, [(backend, spans)]. A group is padded to the most rows of its requests. Another one
+    costs a dozen operators a layer, so it only begins where padding rows would meet many keys."""
+    groups = []
+    newest = {}                                          # backend -> its last group, and the padding in it
+    for span in sorted(spans, key=lambda span: span[0] - span[1]):             # the most rows first
+        first, end, keys = span
+        group, padding = newest.get(keys.backend, ([], 0))
+        if group:
+            most = group[0][1] - group[0][0]
+            padding += (most - (end - first)) * keys.length
+        if not group or padding > MOST_PADDING:
+            group, padding = [], 0
+            groups.append((keys.backend, group))
+        group.append(span)
+        newest[keys.backend] = group, padding
+    return [(backend, sorted(group, key=lambda span: span[0])) for backend, group in groups]
 
 
 class FullKeys:
@@ -86,7 +106,7 @@ class FullKeys:
         if record:
             layers, groups, _, _ = cache.k.shape
             self.scores = torch.empty(layers, groups, self.length, device=cache.k.device)
-        self.backend = FewRows(cache, n) if n <= FEW else OneRequest()
+        self.backend = FewRows(cache) if n <= FEW else OneRequest()
 
     def sees(self):
         """bool (n, m): which of the newest m positions each row sees. All rows see all positions before."""
@@ -150,18 +170,18 @@ class OneRequest:
 
 @dataclass(frozen=True)
 class FewRows:
-    """Attention of requests with n new rows each, over the blocks of one cache.
+    """Attention of requests with few new rows each, over the blocks of one cache.
 
     Blocks are read where they lie. One product reads a span of neighbouring blocks, because torch would copy
     scattered ones. A softmax over a request's blocks is made from its maximum and its sum, as in
     flash-decoding."""
     cache: KVCache
-    n: int
 
     def plan(self, members):
         cache = self.cache
         if len(members) == 1 and cache.lies_together(members[0].blocks, members[0].length):
             return OneRequest().plan(members)
+        n, pad, unpad = same_rows([keys.n for keys in members], cache.k.device)
         # 1. The m blocks, in the order of the pool. A block that several requests share is read once for each
         # of them: its repetitions come after all other blocks.
         readers = Counter()
@@ -170,7 +190,15 @@ class FewRows:
             for j, block in enumerate(keys.blocks.table[:cache.blocks_for(keys.length)]):
                 order.append((readers[block], block, i, j))
                 readers[block] += 1
-        _, blocks, owner, number = zip(*sorted(order))
+        # A few blocks that lie between are read with them. No row sees block number `unseen` of a request.
+        unseen = max(number for *_, number in order) + 1
+        filled = []
+        for entry in sorted(order):
+            last = filled[-1] if filled else entry
+            if entry[1] - last[1] <= MOST_UNREAD:
+                filled += [(0, block, last[2], unseen) for block in range(last[1] + 1, entry[1])]
+            filled.append(entry)
+        _, blocks, owner, number = zip(*filled)
         # Spans of neighbours: a slice of the m blocks, and their keys and values (L, G, blocks, BLOCK, D).
         starts = [i for i, block in enumerate(blocks) if not i or block != blocks[i - 1] + 1]
         spans = []
@@ -180,11 +208,11 @@ class FewRows:
 
         # 2. The mask of those blocks that some row does not see as a whole.
         owner, number = torch.tensor(owner), torch.tensor(number)              # (m,)
-        sees = torch.zeros(len(members), self.n, (int(number.max()) + 1) * cache.block, dtype=torch.bool)
+        sees = torch.zeros(len(members), n, (unseen + 1) * cache.block, dtype=torch.bool)
         for of_request, keys in zip(sees, members):
             newest = keys.sees()
             of_request[:, :keys.length] = True
-            of_request[:, keys.length - newest.shape[1]:keys.length] = newest
+            of_request[:keys.n, keys.length - newest.shape[1]:keys.length] = newest
         sees = sees.unflatten(2, (-1, cache.block))[owner, :, number]          # (m, n, BLOCK)
         masked = (~sees).flatten(1).any(1).nonzero()[:, 0]
         mask = additive(sees[masked], cache)
@@ -196,8 +224,9 @@ class FewRows:
                 recorded[i] = own[number[own].argsort()]
         owner, masked = owner.to(cache.k.device), masked.to(cache.k.device)
         owns = F.one_hot(owner, len(members)).mT.to(cache.k)                   # (B, m)
-        one_each = len(blocks) == len(members) and not recorded
-        block_of = owner.argsort()                       # of each request, if it has one block
+        one_each = len(order) == len(members) and not recorded
+        first = (number == 0).nonzero()[:, 0]
+        block_of = first[owner[first].argsort()]         # the first of each request
 
         def products(rows, layer, values):
             """rows (G, m, r, ..) times the keys, or the values, of their blocks -> (G, m, r, ..)."""
@@ -209,7 +238,7 @@ class FewRows:
 
         def read(layer, q):
             # 3. The logits, and of every row the maximum over all blocks of its request.
-            q = group_rows(q.view(-1, self.n, *q.shape[1:]), cache.k.shape[1])           # (B, G, g * n, D)
+            q = group_rows(q[pad].unflatten(0, (-1, n)), cache.k.shape[1])               # (B, G, g * n, D)
             q = (q * q.shape[-1] ** -0.5).transpose(0, 1)
             groups, b, rows, _ = q.shape
             x = products(q.index_select(1, owner), layer, 0)                   # (G, m, g * n, BLOCK)
@@ -217,7 +246,7 @@ class FewRows:
             if one_each:
                 # Short texts need no sums over blocks.
                 out = products(x.softmax(-1), layer, 1).index_select(1, block_of).transpose(0, 1)
-                return ungroup_rows(out, self.n).flatten(0, 1)
+                return ungroup_rows(out, n).flatten(0, 1)[unpad]
             of_row = owner[None, :, None].expand(groups, -1, rows)
             most = x.float().amax(-1).to(x)                                    # bf16 alone takes thrice as long
             top = x.new_full((groups, b, rows), float("-inf")).scatter_reduce_(1, of_row, most, "amax")
@@ -228,10 +257,23 @@ class FewRows:
             for i, own in recorded.items():
                 probs = x[:, own] / total[:, i, None, :, None]                 # (G, blocks, g * n, BLOCK)
                 keys = members[i]
+                probs = probs.unflatten(2, (-1, n))[:, :, :, :keys.n].flatten(2, 3)      # without padding
                 keys.scores[layer] = keys.record(probs).flatten(1)[:, :keys.length]
             out = (out / total[..., None]).to(q.dtype).transpose(0, 1)         # (B, G, g * n, D)
-            return ungroup_rows(out, self.n).flatten(0, 1)                     # (N, H, D)
+            return ungroup_rows(out, n).flatten(0, 1)[unpad]                   # (N, H, D)
         return writer(members), read
+
+
+def same_rows(counts, device):
+    """How to pad requests with `counts` rows to n each: (n, pad, unpad). x[pad] has n rows of each request, the
+    padding ones are copies of its first; x[unpad] takes them away."""
+    n = max(counts)
+    if n == min(counts):
+        return n, slice(None), slice(None)
+    starts = [0, *accumulate(counts)]
+    pad = [start + (i < count) * i for start, count in zip(starts, counts) for i in range(n)]
+    unpad = [r * n + i for r, count in enumerate(counts) for i in range(count)]
+    return n, torch.tensor(pad, device=device), torch.tensor(unpad, device=device)
 
 
 def group_rows(q, n_groups):
