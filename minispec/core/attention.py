@@ -32,8 +32,8 @@ from minispec.core.kv_cache import KVCache
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 FEW = 64            # rows of a request up to which it is computed together with others; a prompt has more
-MOST_PADDING = 80_000       # padding rows times keys of a group; with more, two groups take less time
-MOST_UNREAD = 16            # blocks between two that are read; with more, two products take less time
+MOST_PADDING = 80_000       # padding rows times keys of a group; with more, two groups are faster
+MOST_UNREAD = 16            # blocks between two spans; over more of them, one product takes longer than two
 
 
 # -- decoding: one packed batch, a keys object for every request ---------------------------------------------
@@ -64,8 +64,8 @@ def packed_attend(spans, device=None):
 
 
 def computed_together(spans):
-    """The spans in groups, [(backend, spans)]. A group is padded to the most rows of its requests. Another one
-    costs a dozen operators a layer, so it only begins where padding rows would meet many keys."""
+    """The spans in groups, [(backend, spans)]. A group is padded to the most rows of its requests. Another
+    group costs a dozen operators a layer, so it only begins where padding rows would meet many keys."""
     groups = []
     newest = {}                                          # backend -> its last group, and the padding in it
     for span in sorted(spans, key=lambda span: span[0] - span[1]):             # the most rows first
@@ -181,34 +181,15 @@ class FewRows:
         cache = self.cache
         if len(members) == 1 and cache.lies_together(members[0].blocks, members[0].length):
             return OneRequest().plan(members)
+        # 1. The same number n of rows for every request, and the m blocks that are read.
         n, pad, unpad = same_rows([keys.n for keys in members], cache.k.device)
-        # 1. The m blocks, in the order of the pool. A block that several requests share is read once for each
-        # of them: its repetitions come after all other blocks.
-        readers = Counter()
-        order = []                                       # (readers before, block, request, number there)
-        for i, keys in enumerate(members):
-            for j, block in enumerate(keys.blocks.table[:cache.blocks_for(keys.length)]):
-                order.append((readers[block], block, i, j))
-                readers[block] += 1
-        # A few blocks that lie between are read with them. No row sees block number `unseen` of a request.
-        unseen = max(number for *_, number in order) + 1
-        filled = []
-        for entry in sorted(order):
-            last = filled[-1] if filled else entry
-            if entry[1] - last[1] <= MOST_UNREAD:
-                filled += [(0, block, last[2], unseen) for block in range(last[1] + 1, entry[1])]
-            filled.append(entry)
-        _, blocks, owner, number = zip(*filled)
-        # Spans of neighbours: a slice of the m blocks, and their keys and values (L, G, blocks, BLOCK, D).
-        starts = [i for i, block in enumerate(blocks) if not i or block != blocks[i - 1] + 1]
-        spans = []
-        for first, end in zip(starts, [*starts[1:], len(blocks)]):
-            slots = slice(blocks[first] * cache.block, (blocks[end - 1] + 1) * cache.block)
-            spans.append((slice(first, end), *cache.kv[:, :, :, slots].unflatten(3, (-1, cache.block))))
+        longest = max(cache.blocks_for(keys.length) for keys in members)       # blocks of a request
+        blocks, owner, number = blocks_in_order(members, cache, unseen=longest)
+        spans = neighbours(blocks, cache)
 
         # 2. The mask of those blocks that some row does not see as a whole.
         owner, number = torch.tensor(owner), torch.tensor(number)              # (m,)
-        sees = torch.zeros(len(members), n, (unseen + 1) * cache.block, dtype=torch.bool)
+        sees = torch.zeros(len(members), n, (longest + 1) * cache.block, dtype=torch.bool)
         for of_request, keys in zip(sees, members):
             newest = keys.sees()
             of_request[:, :keys.length] = True
@@ -224,7 +205,7 @@ class FewRows:
                 recorded[i] = own[number[own].argsort()]
         owner, masked = owner.to(cache.k.device), masked.to(cache.k.device)
         owns = F.one_hot(owner, len(members)).mT.to(cache.k)                   # (B, m)
-        one_each = len(order) == len(members) and not recorded
+        one_each = longest == 1 and not recorded
         first = (number == 0).nonzero()[:, 0]
         block_of = first[owner[first].argsort()]         # the first of each request
 
@@ -248,7 +229,7 @@ class FewRows:
                 out = products(x.softmax(-1), layer, 1).index_select(1, block_of).transpose(0, 1)
                 return ungroup_rows(out, n).flatten(0, 1)[unpad]
             of_row = owner[None, :, None].expand(groups, -1, rows)
-            most = x.float().amax(-1).to(x)                                    # bf16 alone takes thrice as long
+            most = x.float().amax(-1).to(x)                  # in bf16 amax takes three times as long
             top = x.new_full((groups, b, rows), float("-inf")).scatter_reduce_(1, of_row, most, "amax")
             # 4. exp(logit - maximum), its sum, and the values that it weighs, added up by request.
             x.sub_(top.index_select(1, owner)[..., None]).exp_()
@@ -264,9 +245,42 @@ class FewRows:
         return writer(members), read
 
 
+def blocks_in_order(members, cache, unseen):
+    """The m blocks that FewRows reads, in the order of the pool: their numbers there, the requests that they
+    belong to, and their numbers in the tables of these requests. A block that several requests share is
+    repeated for each of them, after all other blocks. Up to MOST_UNREAD blocks that lie between two are read,
+    too; their number in a table is `unseen`."""
+    readers = Counter()
+    entries = []                                         # (readers before, block, request, number)
+    for i, keys in enumerate(members):
+        for j, block in enumerate(keys.blocks.table[:cache.blocks_for(keys.length)]):
+            entries.append((readers[block], block, i, j))
+            readers[block] += 1
+    entries.sort()
+    read = entries[:1]
+    for entry in entries[1:]:
+        _, last, owner, _ = read[-1]
+        if entry[1] - last <= MOST_UNREAD:
+            read += [(0, block, owner, unseen) for block in range(last + 1, entry[1])]
+        read.append(entry)
+    _, *columns = zip(*read)
+    return columns
+
+
+def neighbours(blocks, cache):
+    """The spans of `blocks` that lie side by side in the pool: a slice of the list, and their keys and their
+    values (L, G, blocks, BLOCK, D)."""
+    starts = [i for i, block in enumerate(blocks) if not i or block != blocks[i - 1] + 1]
+    spans = []
+    for first, end in zip(starts, [*starts[1:], len(blocks)]):
+        slots = slice(blocks[first] * cache.block, (blocks[end - 1] + 1) * cache.block)
+        spans.append((slice(first, end), *cache.kv[:, :, :, slots].unflatten(3, (-1, cache.block))))
+    return spans
+
+
 def same_rows(counts, device):
-    """How to pad requests with `counts` rows to n each: (n, pad, unpad). x[pad] has n rows of each request, the
-    padding ones are copies of its first; x[unpad] takes them away."""
+    """How to pad requests with `counts` rows to n each: (n, pad, unpad). x[pad] has n rows of each request,
+    copies of its first row among them, and x[unpad] takes those away again."""
     n = max(counts)
     if n == min(counts):
         return n, slice(None), slice(None)
