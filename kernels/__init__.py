@@ -1,4 +1,5 @@
-"""Triton kernels, one file each. Their slow and obvious torch references are in tests/references.py.
+"""Triton kernels (attention.py, scores.py), and CUDA graphs of forwards on them (graphs.py, rounds.py). The
+kernels' slow and obvious torch references are in tests/references.py.
 
 Everything here imports without triton and without a GPU; `available` and `supported` say what can run. With
 TRITON_INTERPRET=1 set before triton is first imported, Triton runs the kernels on CPU tensors, slowly, for

@@ -99,7 +99,7 @@ def attend_tile(p_q, p_k, p_v, p_slot, p_selected, p_sees, p_request, p_item, p_
     b_low = b_sees.to(tl.int32)
     b_high = (b_sees >> 32).to(tl.int32)
     position = length - 1 - causal * (n_rows - 1 - row)
-    # Nobody reads entries beyond the tile's last row: a prefill tile stops at its diagonal.
+    # No row reads entries after the position of the tile's last row: a prefill tile stops at its diagonal.
     last_row = tl.minimum((first_packed + M - 1) // group, n_rows - 1)
     end = n_selected + length - tail - causal * (n_rows - 1 - last_row)
     end = tl.minimum(first_entry + chunk, end)

@@ -8,8 +8,8 @@ per KV head h and position p, with g query heads q to a KV head:
 Probabilities, not logits. Every row and head counts (the released kernel reduces its first tile only). The
 divisor is n * g everywhere, and a row that may not see a position adds 0, as in minispec/core/attention.py:
 exact and comparable for positions that all rows see, p <= length - n; the newest n - 1 are averages over
-rows of which some saw nothing and should not be ranked. They need not be: the budget rule takes them
-anyway.
+rows of which some saw nothing and should not be ranked. The budget rule takes these newest positions without
+ranking.
 
 Attention cannot sum these in passing, since a row's log-sum-exp is known only at its end. So a second pass
 reads the keys again (not the values) with the lse that attention returned. Dumping logits instead would
@@ -61,7 +61,7 @@ def pillar_scores(p_q, p_k, p_lse, p_slot, p_request, p_which, p_scores, scale, 
     b_slot = tl.load(p_slot + request.to(tl.int64) * s_slot + o_n, mask=alive, other=0).to(tl.int64)
     o_k = i_g.to(tl.int64) * s_kv + b_slot[:, None] * D + o_d[None, :]
     b_k = tl.load(p_k + o_k, mask=alive[:, None], other=0.0)               # (N, D)
-    # All rows and heads of the group pass by; their probabilities are summed.
+    # Sum the probabilities of all rows and heads of the group.
     b_sum = tl.zeros((N,), tl.float32)
     for i in range(0, n_rows * group, M):
         o_m = i + tl.arange(0, M)

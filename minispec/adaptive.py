@@ -8,9 +8,10 @@ drafts of a request, k, with the most expected tokens per second:
 T, the seconds of a round, comes from a cost table (costs.CostTable) for the batch size; k may be 0. alpha,
 the chance that a draft is accepted, is estimated from counts: a request's estimate is shrunk to the one over
 all requests, which is shrunk to a prior, the drafter's acceptance on other texts. Counts decay, so a drafter
-that failed is tried again later. Prompt lookup costs nothing, so it runs in every round. A request that
-decodes alone verifies the tokens found next to another drafter's, too, and sets no k for a trained drafter,
-which ends a chain where it is unsure. Only committed tokens decide, so rejection sampling stays exact.
+that failed is tried again later. Prompt lookup costs nothing, so it runs in every round. If one request
+decodes alone, its prompt-lookup tokens are verified beside the drafts of the chosen drafter, and a drafter
+that ends a chain where it is unsure gets no k. Only committed tokens decide, so rejection sampling stays
+exact.
 """
 from collections import defaultdict
 from functools import cache, partial

@@ -371,7 +371,7 @@ class Decoder:
             left = [a for a in left if not a.request.finished]
 
     def spans(self, a):
-        """[(first position fed, end, end of the keys that these rows see)]; here alone the kinds differ."""
+        """[(first position fed, end, end of the keys that these rows see)]. The kinds differ only here."""
         everything = len(a.tokens)
         if self.kind == "teacher" or (self.kind == "dual" and a.steps == 0):
             return [(0, everything, everything)]
@@ -396,7 +396,7 @@ class Decoder:
         x = pack(segments, self.model.device)
         # The row before a slot predicts it; before a student's first slot, the last row of its clean segment.
         rows = []
-        for s, (first, _, _) in zip(segments, x.segments):
+        for s, (first, _, _) in zip(segments, x.spans):
             if s.kind == "verify":
                 rows += [first + position - 1 - s.start for position in s.request.state.masked()]
         hidden = self.model(x.tokens, x.positions, x.attend)[rows]

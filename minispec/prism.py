@@ -1,5 +1,5 @@
-"""PRISM (arXiv 2602.01762): a drafter that grows without getting slower, and with it the EAGLE family it grew
-out of.
+"""PRISM (arXiv 2602.01762): a drafter with more parameters at the same cost per draft step. The EAGLE family
+is its case of one module.
 
 A bigger drafter guesses better but takes longer for every guess. PRISM has M modules and uses one per draft
 step: step 1 runs module 0, step 2 module 1, and so on as `step_map` says (its last entry serves all later
@@ -99,8 +99,7 @@ class Prism(TrainedDrafter):
         e = self.target.embed(tokens)
         if step == 1:
             a = self.fuse(a)
-        number = self.config.step_map[:step][-1]
-        module = self.bank[number]
+        module = self.bank[self.config.step_map[:step][-1]]
         h = module.join(torch.cat([e, a], dim=-1))                             # (..., 2C) -> (..., C)
         return gpt.body(module, self.rope, h, positions, attend)
 
@@ -112,7 +111,7 @@ def for_target(target, step_map=(0, 1), n_layer=1, feature_layers=()):
     """
     shape = {**asdict(target.config), "n_layer": n_layer}
     config = PrismConfig(**shape, step_map=step_map, feature_layers=feature_layers)
-    prism = Prism(config, target)
+    prism = config.make(target)
     c = prism.config.d_model
     with torch.no_grad():
         scale = target.norm.weight.norm() / c ** 0.5 / target.embed.weight.std()
@@ -241,15 +240,15 @@ class PrismDrafter(ChainDrafter):
         t_{r+1}."""
         if not request.n_cached:                         # a prompt of one token: the target has no state yet
             return None
-        state = self.draft_states[request]
+        state = self.state_of(request)
         # Module 0 writes over the rows of the last round's drafts.
         return state.rows(request.tokens[state.cached + 1:request.n_cached + 1])
 
 
 # -- drafting: trees -----------------------------------------------------------------------------------------
 
-def prune(tokens, parents, scores, n, q=None):
-    """The n nodes of largest score of a tree as (tokens, q, parents) for the engine; see drafters.py.
+def prune(tokens, parents, scores, n):
+    """The n nodes of largest score of a tree as (tokens, parents) for the engine; see Drafter.propose.
     Nodes are in order of creation, each with the one it hangs from (-1: the last committed token) and its
     score.
 
@@ -259,7 +258,7 @@ def prune(tokens, parents, scores, n, q=None):
     kept = sorted(by_score[:n])
     # The target's row 0 is the last committed token, the kept nodes follow.
     row = {node: i for i, node in enumerate([-1, *kept])}
-    return [int(tokens[node]) for node in kept], q, [row[parents[node]] for node in kept]
+    return [int(tokens[node]) for node in kept], [row[parents[node]] for node in kept]
 
 
 class PrismTreeDrafter(PrismDrafter):
@@ -284,7 +283,8 @@ class PrismTreeDrafter(PrismDrafter):
         n = self.width + (min(self.depth, limit) - 1) * self.width ** 2
         tokens, parents, scores = (column[:n] for column in drafts)
         worth = sum(math.exp(score) >= self.min_confidence / 4 for score in scores)
-        return prune(tokens, parents, scores, max(min(limit, worth), 1), q)
+        tokens, parents = prune(tokens, parents, scores, max(min(limit, worth), 1))
+        return tokens, q, parents
 
     def round(self, x):
         """All steps: the token, parent and score (B, 3, n) of all n nodes of the trees, see `prune`, and q

@@ -25,10 +25,10 @@ context; a accepted drafts; `scores` the mean softmax probability of a position 
 rows and the query heads of a group; `recent` the number of newest positions that are read in any case.
 
 Differences from the paper, and why:
-    The keys and values that draft rows read are copied to a short buffer once a round, and the draft rows'
-    own ones are appended to it. On a CPU this is cheaper than gathering the selection at every step, and the
-    cache never holds a value computed under sparse attention (the paper overwrites these values at
-    verification). On a GPU draft rows are written to the cache as in the paper, in CUDA graphs
+    The keys and values that draft rows read are copied to a short buffer once a round, and those of the
+    draft rows are appended to the buffer. On a CPU the copy is cheaper than gathering the selection at every
+    step, and the cache never holds a value computed under sparse attention (the paper overwrites these values
+    at verification). On a GPU draft rows are written to the cache as in the paper, in CUDA graphs
     (kernels/graphs.py).
     All k + 1 rows count in the scores; the released kernel drops rows beyond its first tile.
     By default scores are passed on to the following positions and remembered (`look_ahead`); select="pillar"
@@ -82,7 +82,7 @@ class SpecGen(Scheduler):
     paper's; "ahead", the same with `look_ahead`; "window", the first and the newest positions. schedule:
     "unified" or "lockstep" (join the fullest phase). delayed: verify drafts while the next forward runs; a
     round then takes one more iteration, which pays only where the host takes more than 1 / (k + 2) of an
-    iteration: on a GPU. ValueError for settings out of range.
+    iteration: on a GPU. ValueError if k or sparsity is out of range.
     """
 
     def __init__(self, engine, k=8, sparsity=0.05, min_budget=64, select="ahead", schedule="unified",

@@ -106,9 +106,13 @@ def test_requests_with_other_numbers_of_rows_are_padded_until_that_costs_more_th
     spans = [
         (end - n, end, FullKeys(cache, cache.open(t), t - n, n)) for n, t, end in zip(counts, lengths, ends)
     ]
-    # The request with two rows has 50 padded products, the next one of 20 keys 40 more, the last one 60.
+    # The request with two rows has 50 padded products, the two with one row 2 * (20 + 30).
     groups = attention.computed_together(spans)
-    assert [[spans.index(span) for span in group] for _, group in groups] == [[0, 1, 2, 3], [4]]
+    assert [[spans.index(span) for span in group] for _, group in groups] == [[1, 2, 3], [0, 4]]
+    # Two segments of one request are not in one group, unless they have as many rows.
+    blocks = spans[0][2].blocks
+    two = [(0, 3, FullKeys(cache, blocks, 10, 3)), (3, 4, FullKeys(cache, blocks, 9, 1))]
+    assert len(attention.computed_together(two)) == 2
 
 
 def test_several_requests_are_read_block_by_block(monkeypatch):

@@ -195,8 +195,8 @@ def test_the_best_nodes_of_a_tree_include_their_ancestors(ties):
             parents.append(rng.randrange(-1, i))
             scores.append(log() + (scores[parents[i]] if parents[i] >= 0 else 0.0))
         n = rng.randint(1, 30)
-        kept, q, above = prism.prune(range(len(scores)), parents, scores, n)
-        assert q is None and len(kept) == len(above) == min(n, len(scores))
+        kept, above = prism.prune(range(len(scores)), parents, scores, n)
+        assert len(kept) == len(above) == min(n, len(scores))
         nodes = [-1, *kept]
         assert all(row <= i and nodes[row] == parents[node] for i, (node, row) in enumerate(zip(kept, above)))
         assert sorted(scores[node] for node in kept) == sorted(scores)[-len(kept):]
@@ -241,7 +241,7 @@ def test_a_tree_that_ends_early_is_the_probable_part_of_the_whole_one(stop):
         n = sum(math.exp(score) >= stop / 4 for score in nodes[2][:end])
         want = prism.prune(*(column[:end] for column in nodes), max(n, 1))
         _, (tokens, _, parents), steps = first_tree(prompt, stop)
-        assert ((tokens, None, parents), steps) == (want, depth)
+        assert ((tokens, parents), steps) == (want, depth)
         depths.add(depth)
         left_out += end - n
     assert min(depths) < 4 and left_out

@@ -5,14 +5,15 @@ Decoding:  `packed_attend(spans)` attends for one packed batch in which every re
            query rows. The rows of a request come with a *keys* object, which says where their keys and
            values are stored and which positions they may read. FullKeys reads all cached positions,
            causally among the new rows or along the paths of a draft tree. specgen.py adds PillarKeys, a few
-           positions per layer and KV head. Keys with the same `backend` are computed together:
+           positions per layer and KV head. Keys with the same `backend` are computed together, in as few
+           groups as padding allows (`computed_together`):
 
                OneRequest    a prompt, or the only request: its keys as one matrix
-               FewRows       up to FEW rows each of several requests: block by block, and padded to the
-                             most rows of any of them
+               FewRows       up to FEW rows each of several requests: block by block
                DraftPool     SpecGen's draft rows: a copy of the selected keys (specgen.py)
 
-On a GPU:  kernels/attention.py replaces packed_attend by one kernel per layer.
+On a GPU:  kernels/attention.py replaces packed_attend for the models that it supports (`kernels.can_run`).
+           cdlm.py always uses packed_attend.
 
 Shapes, for one layer: N packed rows of B requests, n of them from one request; H query heads, G key/value
 heads, g = H / G query heads share a key head; D numbers a head; T positions that a request has cached, its
@@ -20,7 +21,6 @@ new rows included.
 """
 from collections import Counter
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -64,21 +64,24 @@ def packed_attend(spans, device=None):
 
 
 def computed_together(spans):
-    """The spans in groups, [(backend, spans)]. A group is padded to the most rows of its requests. Another
-    group costs a dozen operators a layer, so it only begins where padding rows would meet many keys."""
+    """The spans in groups, [(backend, spans)]. Spans with the same number of rows are in one group. They join
+    a group with more rows if that takes little padding, because every group costs a dozen operators a layer.
+    """
+    alike = {}                                           # (backend, rows) -> spans, the most rows first
+    for span in sorted(spans, key=lambda span: span[0] - span[1]):
+        alike.setdefault((span[2].backend, span[1] - span[0]), []).append(span)
     groups = []
-    newest = {}                                          # backend -> its last group, and the padding in it
-    for span in sorted(spans, key=lambda span: span[0] - span[1]):             # the most rows first
-        first, end, keys = span
-        group, padding = newest.get(keys.backend, ([], 0))
-        if group:
-            most = group[0][1] - group[0][0]
-            padding += (most - (end - first)) * keys.length
-        if not group or padding > MOST_PADDING:
-            group, padding = [], 0
-            groups.append((keys.backend, group))
-        group.append(span)
-        newest[keys.backend] = group, padding
+    newest = {}                                          # backend -> its last group, the rows, the padding
+    for (backend, n), own in alike.items():
+        group, most, padding = newest.get(backend, ([], n, 0))
+        padding += sum((most - n) * keys.length for *_, keys in own)
+        # A request with two segments would have its blocks read twice.
+        readers = {id(keys.blocks) for *_, keys in group}
+        if not group or padding > MOST_PADDING or any(id(keys.blocks) in readers for *_, keys in own):
+            group, most, padding = [], n, 0
+            groups.append((backend, group))
+        group += own
+        newest[backend] = group, most, padding
     return [(backend, sorted(group, key=lambda span: span[0])) for backend, group in groups]
 
 
@@ -181,8 +184,11 @@ class FewRows:
         cache = self.cache
         if len(members) == 1 and cache.lies_together(members[0].blocks, members[0].length):
             return OneRequest().plan(members)
-        # 1. The same number n of rows for every request, and the m blocks that are read.
-        n, pad, unpad = same_rows([keys.n for keys in members], cache.k.device)
+        # 1. n rows for every request, padded with copies of its last row; and the m blocks that are read.
+        n = max(keys.n for keys in members)
+        is_row = torch.tensor([i < keys.n for keys in members for i in range(n)])
+        padded = is_row.cumsum(0) - 1                                          # (B * n,) of the N rows
+        own_rows = is_row.nonzero()[:, 0]                                      # (N,) of the B * n rows
         longest = max(cache.blocks_for(keys.length) for keys in members)       # blocks of a request
         blocks, owner, number = blocks_in_order(members, cache, unseen=longest)
         spans = neighbours(blocks, cache)
@@ -203,11 +209,12 @@ class FewRows:
             if keys.record:
                 own = (owner == i).nonzero()[:, 0]
                 recorded[i] = own[number[own].argsort()]
-        owner, masked = owner.to(cache.k.device), masked.to(cache.k.device)
-        owns = F.one_hot(owner, len(members)).mT.to(cache.k)                   # (B, m)
-        one_each = longest == 1 and not recorded
         first = (number == 0).nonzero()[:, 0]
-        block_of = first[owner[first].argsort()]         # the first of each request
+        first = first[owner[first].argsort()]            # the first block of each request
+        one_each = longest == 1 and not recorded
+        owner, masked, first, padded, own_rows = (
+            x.to(cache.k.device) for x in (owner, masked, first, padded, own_rows))
+        owns = F.one_hot(owner, len(members)).mT.to(cache.k)                   # (B, m)
 
         def products(rows, layer, values):
             """rows (G, m, r, ..) times the keys, or the values, of their blocks -> (G, m, r, ..)."""
@@ -219,15 +226,16 @@ class FewRows:
 
         def read(layer, q):
             # 3. The logits, and of every row the maximum over all blocks of its request.
-            q = group_rows(q[pad].unflatten(0, (-1, n)), cache.k.shape[1])               # (B, G, g * n, D)
+            q = q.index_select(0, padded).unflatten(0, (-1, n))
+            q = group_rows(q, cache.k.shape[1])                                # (B, G, g * n, D)
             q = (q * q.shape[-1] ** -0.5).transpose(0, 1)
             groups, b, rows, _ = q.shape
             x = products(q.index_select(1, owner), layer, 0)                   # (G, m, g * n, BLOCK)
             x.index_add_(1, masked, mask.expand(groups, -1, -1, -1))
             if one_each:
                 # Short texts need no sums over blocks.
-                out = products(x.softmax(-1), layer, 1).index_select(1, block_of).transpose(0, 1)
-                return ungroup_rows(out, n).flatten(0, 1)[unpad]
+                out = products(x.softmax(-1), layer, 1).index_select(1, first).transpose(0, 1)
+                return ungroup_rows(out, n).flatten(0, 1).index_select(0, own_rows)
             of_row = owner[None, :, None].expand(groups, -1, rows)
             most = x.float().amax(-1).to(x)                  # in bf16 amax takes three times as long
             top = x.new_full((groups, b, rows), float("-inf")).scatter_reduce_(1, of_row, most, "amax")
@@ -241,7 +249,7 @@ class FewRows:
                 probs = probs.unflatten(2, (-1, n))[:, :, :, :keys.n].flatten(2, 3)      # without padding
                 keys.scores[layer] = keys.record(probs).flatten(1)[:, :keys.length]
             out = (out / total[..., None]).to(q.dtype).transpose(0, 1)         # (B, G, g * n, D)
-            return ungroup_rows(out, n).flatten(0, 1)[unpad]                   # (N, H, D)
+            return ungroup_rows(out, n).flatten(0, 1).index_select(0, own_rows)          # (N, H, D)
         return writer(members), read
 
 
@@ -249,7 +257,7 @@ def blocks_in_order(members, cache, unseen):
     """The m blocks that FewRows reads, in the order of the pool: their numbers there, the requests that they
     belong to, and their numbers in the tables of these requests. A block that several requests share is
     repeated for each of them, after all other blocks. Up to MOST_UNREAD blocks that lie between two are read,
-    too; their number in a table is `unseen`."""
+    too, as number `unseen` of the request before them; their contents must be finite."""
     readers = Counter()
     entries = []                                         # (readers before, block, request, number)
     for i, keys in enumerate(members):
@@ -260,8 +268,9 @@ def blocks_in_order(members, cache, unseen):
     read = entries[:1]
     for entry in entries[1:]:
         _, last, owner, _ = read[-1]
-        if entry[1] - last <= MOST_UNREAD:
-            read += [(0, block, owner, unseen) for block in range(last + 1, entry[1])]
+        between = range(last + 1, entry[1])
+        if len(between) <= MOST_UNREAD:
+            read += [(0, block, owner, unseen) for block in between]
         read.append(entry)
     _, *columns = zip(*read)
     return columns
@@ -276,18 +285,6 @@ def neighbours(blocks, cache):
         slots = slice(blocks[first] * cache.block, (blocks[end - 1] + 1) * cache.block)
         spans.append((slice(first, end), *cache.kv[:, :, :, slots].unflatten(3, (-1, cache.block))))
     return spans
-
-
-def same_rows(counts, device):
-    """How to pad requests with `counts` rows to n each: (n, pad, unpad). x[pad] has n rows of each request,
-    copies of its first row among them, and x[unpad] takes those away again."""
-    n = max(counts)
-    if n == min(counts):
-        return n, slice(None), slice(None)
-    starts = [0, *accumulate(counts)]
-    pad = [start + (i < count) * i for start, count in zip(starts, counts) for i in range(n)]
-    unpad = [r * n + i for r, count in enumerate(counts) for i in range(count)]
-    return n, torch.tensor(pad, device=device), torch.tensor(unpad, device=device)
 
 
 def group_rows(q, n_groups):

@@ -1,4 +1,4 @@
-"""Drafters that need no training of their own, and the base classes of all drafters.
+"""The base classes of all drafters, prompt lookup, and a small model as a drafter.
 
     Drafter         the interface between the engine and a drafter
     CachedDrafter   a drafter with its own keys and values; a DraftState for every request
@@ -39,7 +39,7 @@ class Drafter:
     feature_layers = ()     # F layers of the target whose states it reads besides
     select = None           # of trees under the rule `selection`: see specdiff.best_path
     drafters = {}           # name -> the drafters that this one chooses among
-    promises = {}           # request -> what it expected of them
+    promises = {}           # request -> {drafter: the gain that was expected of it}
 
     def propose(self, requests, limits):
         """A proposal for every request, (tokens, q): a chain of at most limits[i] drafts, and a function

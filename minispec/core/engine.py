@@ -51,9 +51,9 @@ def kernels(name):
 class Engine:
     """Serves requests with continuous batching. scheduler(engine) makes the scheduler; see scheduler.py.
 
-    batch_size: requests decoded together. cache_tokens: slots of the pool (default: as many as the largest
-    request of a `stream` needs, times those decoded together). prefill_chunk: most prompt tokens of a request
-    in one iteration. admission: see admission.py.
+    batch_size: requests decoded together. cache_tokens: slots of the pool (default: the slots of the largest
+    request of a `stream`, times the number of requests decoded together). prefill_chunk: most prompt tokens
+    of a request in one iteration. admission: see admission.py.
     """
     verify = staticmethod(verify)                        # a study may put another rule in its place
 
@@ -145,7 +145,7 @@ class Engine:
                 yield from committed
         finally:
             if self.thread:
-                self.thread.submit(int).result()         # an interrupted forward ends before its blocks are free
+                self.thread.submit(int).result()         # wait for an interrupted forward, which uses blocks
             self.retire(everything=True)
             self.pending = []
 

@@ -65,7 +65,7 @@ def generate(model, prompt, draft, k=8, max_new_tokens=200, stop_ids=()):
 
 
 def prompt_lookup(tokens, k):
-    """Guess that the text goes on as it did the last time it said the same three tokens."""
+    """Guess the tokens that followed the last earlier occurrence of the newest three tokens."""
     for i in range(len(tokens) - 4, -1, -1):
         if tokens[i:i + 3] == tokens[-3:]:
             return tokens[i + 3:i + 3 + k]

@@ -189,14 +189,12 @@ class KVCache:
         return host
 
     def restore(self, blocks):
-        """Bring the chunk that left last back. False when there is no room."""
+        """Bring the chunk that left last back, into free blocks."""
         chunk = blocks.host[-1]
         size = self.size(blocks)
-        if not self.resize(blocks, size + chunk.shape[3]):
-            return False
+        self.resize(blocks, size + chunk.shape[3])
         if self.side:                                    # the copy to the host may still be running
             torch.cuda.current_stream().wait_stream(self.side)
         slots = self.slots_of(blocks, range(size, size + chunk.shape[3]))
         self.kv[:, :, :, slots] = chunk.to(self.kv.device, non_blocking=True)
         blocks.host.pop()
-        return True

@@ -65,6 +65,7 @@ def uniform(streams, positions, vocab_size, ids=None, device="cpu"):
 
 
 def noise(*args, **kwargs):
-    """Exponential numbers (n, V); arguments as of `uniform`. Small numbers decide, so they are exact to 31
-    bits by log(1 - u), where log(u) would know 24 bits of a u near 1."""
+    """Exponential numbers (n, V); arguments as of `uniform`. The smallest numbers decide which token is
+    drawn, so they must be exact: log(1 - u) keeps 31 bits of a small u, and log(u) only 24 bits of a u near
+    1."""
     return uniform(*args, **kwargs).neg_().log1p_().neg_()

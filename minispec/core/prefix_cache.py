@@ -52,8 +52,8 @@ class PrefixCache(KVCache):
         return [tuple(tokens[i:i + self.block]) for i in range(0, len(tokens), self.block)]
 
     def share(self, blocks, tokens):
-        """Give a new Allocation the blocks that hold the beginning of `tokens`, and a block of its own with
-        a copy of the tokens that follow. Returns the number of tokens in them."""
+        """Give a new Allocation the blocks that hold the beginning of `tokens`, and an unshared block
+        with a copy of the tokens that follow. Returns the number of tokens in them."""
         name = 0
         for part in self._parts(tokens):
             if (name, part) not in self.names:

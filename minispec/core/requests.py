@@ -13,8 +13,9 @@ from minispec.core.verify import Sampling
 class Round:
     """One round of a request.
 
-    position: number of tokens generated before. proposed: number of drafts by `proposer`, in a tree those of
-    the longest chain that begins with the accepted drafts. accepted: how many of these were accepted.
+    position: number of tokens generated before. proposed: number of drafts; in a tree, those of the longest
+    chain that begins with the accepted drafts, prompt-lookup tokens included. accepted: how many of these
+    were accepted. proposer: the drafter.
     committed: tokens gained (accepted + 1, or fewer when the answer ended). draft_seconds, verify_seconds:
     the request's share of drafting and of the target's forward. drafted: all verified drafts of the proposer;
     lookup: verified prompt-lookup tokens beside them."""
@@ -145,7 +146,7 @@ class Segment:
     kind: str = "draft"                  # "prefill", "draft", "verify" (plain decoding verifies no drafts)
     n_logits: int = 0                    # the number of last rows whose logits are wanted
     drafts: list = field(default_factory=list)
-    q: object = None                     # () -> (n, V): what the first drafts were drawn from, if known
+    q: object = None                     # () -> (n, V), the distributions of the first drafts, if known
     parents: list = None                 # the parent row of each draft of a tree (verify.py); None: a chain
     chains: list = None                  # of a tree, for rejection: pairs (rows, q), see verify.rejection
     lookup: int = 0                      # of a tree, how many of its last drafts are prompt-lookup tokens
@@ -203,13 +204,13 @@ def pack(segments, device, per_request=None, options=()):
 @dataclass
 class Batch:
     """Rows of several requests, packed for torch's operators (kernels.graphs.Inputs for the kernels): tokens
-    (N,), positions (N,), and segments: (first row, last row + 1, keys) of each Segment. Drafters also read
+    (N,), positions (N,), and spans: (first row, last row + 1, keys) of each Segment. Drafters also read
     features (N, (F + 1) * C); per_request, {name: tensor with an entry for each request}; and options, which
     are no tensors (see ChainDrafter.propose for both). ends_early: whether a round may stop before its last
     step."""
     tokens: torch.Tensor
     positions: torch.Tensor
-    segments: list
+    spans: list
     features: torch.Tensor = None
     per_request: dict = None
     options: tuple = ()
@@ -218,7 +219,7 @@ class Batch:
     @cached_property
     def attend(self):
         """Every row sees the keys of its own request."""
-        return packed_attend(self.segments, self.tokens.device)
+        return packed_attend(self.spans, self.tokens.device)
 
     def next_rows(self, number, tokens, sees=None):
         """The rows of draft step `number` = 2, 3, ..: tokens (n, w) are the newest ones of n requests, one
@@ -227,7 +228,7 @@ class Batch:
         positions = (self.per_request["ends"] + number - 2).repeat_interleave(w)
         masks = [None] * len(tokens) if sees is None else sees
         spans = []
-        for i, (mask, (_, _, before)) in enumerate(zip(masks, self.segments)):
+        for i, (mask, (_, _, before)) in enumerate(zip(masks, self.spans)):
             keys = FullKeys(before.cache, before.blocks, before.start + before.n, w, tail=mask)
             spans.append((i * w, (i + 1) * w, keys))
         return Batch(tokens.flatten(), positions, spans, None, self.per_request, self.options)

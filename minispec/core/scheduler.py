@@ -1,8 +1,9 @@
-"""What a request feeds next: the interface between the engine and a method, and the scheduler of most methods.
+"""What a request feeds next: the interface between the engine and a method, and the scheduler of most
+methods.
 
-`SyncScheduler` lets a drafter (prompt lookup, a small model, ...) propose, and verifies every request in every
-iteration; without a drafter it is plain autoregressive decoding. SpecGen (specgen.py) is the other scheduler:
-its drafts are rows of the target, so some requests draft in an iteration while others verify.
+`SyncScheduler` lets a drafter (prompt lookup, a small model, ...) propose, and verifies every request in
+every iteration; without a drafter it is plain autoregressive decoding. SpecGen (specgen.py) is the other
+scheduler: its drafts are rows of the target, so some requests draft in an iteration while others verify.
 """
 from minispec.core.attention import FullKeys, tree_mask
 from minispec.core.drafters import Drafter, NGram, with_lookup

@@ -10,8 +10,8 @@ always commits at least one token.
                 the child that is the row's choice, as long as there is one. The first choice that is no child
                 is the token that follows.
     rejection   accept draft d with probability min(1, p(d) / q(d)), else continue with max(p - q, 0),
-                normalised (Leviathan et al. 2211.17192, appendix A.1; Chen et al. 2302.01318); for K chains in
-                turn (multi-round, SpecInfer 2305.09781)
+                normalised (Leviathan et al. 2211.17192, appendix A.1; Chen et al. 2302.01318); for K chains
+                in turn (multi-round, SpecInfer 2305.09781)
 
 The walk commits exactly the tokens of plain decoding, whatever the drafts are: they only save forwards. At
 temperature 0 the choice is the argmax. Above, it is the largest of p / e, with noise e that depends only on
@@ -23,9 +23,9 @@ Sampling.rule determines, above temperature 0, how drafts are drawn and which ru
     point-mass  drafts are the most likely tokens of q; the walk
     walk        drafts are drawn from q with other noise; the walk (of K chains: SpecDiff-2 2511.00606)
     selection   the same, but of SpecDiff-2's trees only the path is walked that its `best_path` selects
-    rejection   drafts are drawn from q with other noise; rejection, if they have a q. Prompt-lookup tokens
-                alone and trees that were chosen without chance have none: the walk. Beside a drawn chain,
-                prompt-lookup tokens count as drawn from a point mass
+    rejection   drafts are drawn from q with other noise, and rejection verifies them. The walk verifies
+                drafts without a q: prompt-lookup tokens alone, and trees that were chosen without chance.
+                Prompt-lookup tokens beside a drawn chain count as drawn from a point mass
 
 Rejection is exact only if d was drawn from q. A drafter that proposes its argmax draws from a point mass:
 dividing by its softmax is a common mistake, and a test shows the bias. Selection may use p, but must then

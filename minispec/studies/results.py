@@ -129,19 +129,27 @@ class Run:
 
 
 def time_interleaved(cells, repeats, desc, warm_up=True, see=None):
-    """Run cells {name: function that returns (engine, new requests)} in turn, `repeats` times after one
-    warm-up. All run in one process, so a slow minute of the machine affects all of them. Returns {name: [Run
-    of every repeat]}. see: a function of the engine whose result is kept in Run.seen."""
+    """Run cells {name: function that returns (engine, new requests)}, `repeats` times after one warm-up. The
+    cells take turns: at batch 1 after every request, else after all of them. So a slow minute of the machine
+    affects all of them. Returns {name: [Run of every repeat]}. see: a function of the engine whose result is
+    kept in Run.seen."""
     runs = {name: [] for name in cells}
     for repeat in tqdm(range(-warm_up, repeats), desc=desc, leave=False):
-        for name, build in cells.items():
-            engine = None
-            gc.collect()                                 # an engine and its scheduler hold each other
-            engine, requests = build()
-            generations, rates = answer(engine, requests)
-            if repeat >= 0:
-                tau = summary(generations, engine)["tau"]
-                runs[name].append(Run(generations, phases(engine), tau, rates, see and see(engine)))
+        waiting = {name: build() for name, build in cells.items()}     # an engine makes its cache later
+        answers = {name: [] for name in cells}                         # (generation, tokens/s)
+        while waiting:
+            for name, (engine, requests) in list(waiting.items()):
+                n = 1 if engine.batch_size == 1 else len(requests)
+                answers[name] += zip(*answer(engine, requests[:n]))
+                del requests[:n]
+                if requests:
+                    continue
+                generations, rates = map(list, zip(*answers[name]))
+                if repeat >= 0:
+                    tau = summary(generations, engine)["tau"]
+                    runs[name].append(Run(generations, phases(engine), tau, rates, see and see(engine)))
+                del engine, waiting[name]
+                gc.collect()                             # an engine and its scheduler hold each other
     return runs
 
 
