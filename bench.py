@@ -90,13 +90,14 @@ def choose_target(args):
 
 def measure(names, args):
     """Run the studies, write their results and print their tables."""
-    os.makedirs(results.FOLDER, exist_ok=True)
     model = tokenizer = None
     if set(names) - {"bounds"}:
         tokenizer = Tokenizer.load(args.model)
         small = tokenizer.is_puzzle_model and args.device == "cpu"
         usual = torch.float32 if small else fast_dtype(args.device)
         model = checkpoints.load(args.model, args.device, getattr(torch, args.dtype) if args.dtype else usual)
+    if not args.quick:
+        os.makedirs(results.FOLDER, exist_ok=True)
 
     for name in names:
         # Bounds take no time, and their inputs may be new.
@@ -132,8 +133,8 @@ def report(page):
         with naming(file):
             r = read_json(file)
             where = ", ".join(filter(None, (r["device"], r.get("dtype"))))
-            source = (f"`{r['command']}` on {where}, torch {r['torch']}, {r['date']}, "
-                      f"{r['seconds'] / 60:.0f} minutes.")
+            took = f"{r['seconds'] / 60:.0f} minutes" if r["seconds"] >= 90 else f"{r['seconds']:.2g} seconds"
+            source = f"`{r['command']}` on {where}, torch {r['torch']}, {r['date']}, {took}."
             if "bench.py" in r["command"] and mark[2] not in STUDIES:
                 source += " This study is no longer part of bench.py."
             head = mark[0].split("\n")[0]

@@ -1,5 +1,6 @@
 """Text in, text out, by any method, with the proposer of each token and the figures of the run. On a
-terminal green tokens are accepted drafts, red ones replace a rejected draft, blue ones follow all drafts.
+terminal green tokens are accepted drafts, red ones replace a rejected draft, and cyan ones follow a chain
+whose drafts were all accepted.
 
     ar, ngram, draft    plain decoding; prompt lookup; drafts of a small model
     specgen             the model drafts for itself and reads 5 % of its cache
@@ -67,11 +68,14 @@ def parse_args(argv=None):
         help="difficulty of --task in lines, digits, events or rooms (default: drawn from the trained range)")
 
     add = parser.add_argument_group("answers").add_argument
-    add("--batch", type=positive, help="requests decoded together (default 1; built-in questions 8)")
+    add("--batch", type=positive,
+        help="requests decoded together (default 1; 8 for specgen's built-in questions)")
     add("--max-new-tokens", type=positive,
-        help="limit of an answer in tokens (default: twice a known solution's length, else 1024)")
+        help="limit of an answer in tokens (default: twice a known solution's length; cdlm and dlm "
+             f"{cdlm.GEN_LENGTH}; built-in questions {ANSWER}, those of specgen {STORY_ANSWER}; else "
+             f"{UNKNOWN})")
     add("--temperature", type=float,
-        help=f"sampling temperature, 0 is greedy (default 0; built-in questions {TEMPERATURE})")
+        help=f"sampling temperature, 0 is greedy (default 0; {TEMPERATURE} for specgen's built-in questions)")
     add("--top-k", type=int, default=0, help="number of likeliest tokens to sample from; 0: all (default)")
     add("--top-p", type=float, default=1.0,
         help="probability mass of the likeliest tokens to sample from, 1 is all (default 1)")
@@ -156,7 +160,6 @@ def built_in(args, tokenizer):
     questions = prompts.STORY_QUESTIONS
     args.batch = args.batch or (1 if args.explain else len(questions))
     if args.temperature is None:
-        args.temperature = TEMPERATURE
         args.sampling = replace(args.sampling, temperature=TEMPERATURE)
     return [tasks.Problem("prompt", f"{prompts.story()}\n\n{question}") for question in questions]
 
@@ -236,7 +239,6 @@ def main(argv=None):
     if not (problems or args.chat):
         problems = built_in(args, tokenizer)
     args.batch = args.batch or 1
-    args.temperature = args.temperature or 0.0
 
     def make(name):
         gc.collect()                                     # an engine and its scheduler hold each other

@@ -5,7 +5,7 @@
     python train_gpt.py --out /tmp/toy --size tiny --tokens 2e5             # seconds; see the whole chain run
 
 Interrupt it at any time: the same command continues where the last checkpoint was, on the same loss curve.
-Writes a Hugging Face folder (config.json, model.safetensors, tokenizer.json), log.jsonl and, while it runs,
+Writes a Hugging Face folder (config.json, model.safetensors, tokenizer.json), log.jsonl, command.txt, and
 resume.pt with the optimiser's state.
 """
 import random
@@ -50,9 +50,9 @@ def parse_args():
     add("--size", default="nano", choices=gpt.SIZES, help="model size (default nano, about 5M parameters)")
     add("--teacher",
         help="folder of a target to distil from: the loss is the KL divergence to its distribution")
-    add("--tokens", type=float, default=32e6, help="training tokens in all")
+    add("--tokens", type=float, default=32e6, help="training tokens (default 32e6)")
     add("--max-length", type=int, default=10240,
-        help="longest sequence; longer ones of the curriculum are cut to it")
+        help="longest sequence in tokens; longer ones of the curriculum are cut to it (default %(default)s)")
     return training.parsed(p)
 
 

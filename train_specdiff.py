@@ -20,9 +20,9 @@ on the same answers. Streak objectives barely move a drafter that is never right
 one (--init). Interrupt it at any time: the same command continues. Writes config.json, model.safetensors,
 log.jsonl, command.txt, and resume.pt with the optimisers' state.
 
-heldout_tau estimates the tokens a round would commit, bonus included: greedy, the drafter's argmax against the
-answers' tokens, sampled ones too; point_mass and rejection, chains drawn from the drafter, under the answers'
-temperature.
+heldout_tau estimates the tokens that a round commits, bonus included. greedy: the drafter's argmax must equal
+the answer's token, in greedy and in sampled answers. point_mass, rejection: chains drawn from the drafter, at
+the answer's temperature.
 """
 from dataclasses import replace
 

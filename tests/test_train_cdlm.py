@@ -141,7 +141,7 @@ def test_dlm_loss_by_hand(model, trajectories, block_causal):                   
 
 @pytest.mark.parametrize("rates, block_causal", [(cdlm.student_rates, True), (cdlm.teacher_rates, False)])
 def test_dlm_loss_of_a_uniform_model_is_log_v(trajectories, rates, block_causal):                     # 15
-    flat = toy_model(gain=0.0)
+    flat = toy_model(gain=0.0, n_layer=1)
     g = seeded()
     big = {name: x.repeat(16, *[1] * (x.ndim - 1)) for name, x in trajectories.items()}
     losses = [dlm_loss(flat, big, *rates(big["answer"], EOS, B, g), g, block_causal) for _ in range(30)]
@@ -507,9 +507,10 @@ def test_bad_input_is_one_line(args, message, other, toy, tmp_path, monkeypatch)
         train(monkeypatch, args, tmp_path)
 
 
-def test_a_block_size_that_does_not_divide_the_answer_is_refused(toy, tmp_path, monkeypatch):
+def test_a_block_size_that_does_not_divide_the_answer_is_refused(toy, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         train(monkeypatch, toy, tmp_path, "--block-size 5")
+    assert "argument --block-size: invalid choice: 5" in capsys.readouterr().err
 
 
 def test_answers_become_examples(tmp_path, monkeypatch):

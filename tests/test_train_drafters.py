@@ -277,11 +277,11 @@ def test_data_prefixes_are_nested_and_answers_belong_to_their_target(folder, tmp
     more = f"--prompts 10 --responses {folder}/grown --prompt-file {few}"
     train(folder, "grown", f"--tokens 100 {more}")
     few.write_text(other.read_text())
-    with refused("is of other texts"):
+    with refused("holds other texts"):
         train(folder, "grown", f"--tokens 100 {more}")
     for options, message in table(f"""
         --max-new-tokens 9 | with max_new_tokens 24, not 9; use another folder or the same settings
-        --prompt-file {other} | is of other texts; use another --responses folder
+        --prompt-file {other} | holds other texts; use another folder for the answers
     """):
         with refused(message):
             train(folder, "wrong", f"--prompts 10 --responses {folder}/r2 {options}")
@@ -306,7 +306,7 @@ def test_given_answers_are_read_and_trained_on(folder, tmp_path, capsys):
     # Other texts, as many: the states in the folder are not theirs.
     others = write_rows(tmp_path / "h.jsonl", [{**row, "answer": "four"} for row in rows])
     empty = write_rows(tmp_path / "i.jsonl", [{"prompt": "one"}])
-    for file, message in ((tmp_path / "not there", "cannot read"), (others, "is of other texts"),
+    for file, message in ((tmp_path / "not there", "cannot read"), (others, "holds other texts"),
                           (empty, "prompt 1 has no answer")):
         with refused(message):
             train(folder, "given2", where, file)

@@ -199,7 +199,7 @@ DAMAGED = """
 "n_layer": 1 | "n_layer": 2 | does not fit config.json
 "prism" | "llama" | not a drafter made by train_prism.py
 "draft_vocab": 3 | "draft_vocab": 12 | draft_vocab 12 is out of range
-"draft_vocab": 3 | "draft_vocab": -1 | draft_vocab must be a number from 0 and at most 1048576, got -1
+"draft_vocab": 3 | "draft_vocab": -1 | draft_vocab must be a number at least 0 and at most 1048576, got -1
 "qk_norm": false | "qk_norm": "no" | qk_norm must be true or false, got 'no'
 "feature_layers": [] | "feature_layers": [0, 99] | feature_layers must be layers of the target, got [0, 99]
 "vocab_size": 12 | "vocab_size": 6 | vocab_size of the drafter must be 12 as in the target, got 6

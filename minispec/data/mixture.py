@@ -4,8 +4,10 @@
 
 writes two files of JSON lines, each in one random order, so that any first N lines are a mixture:
 
-    prompts.jsonl    prompts for the target to answer                        train_*.py --prompt-file
-    given.jsonl      prompts with answers by people or other models          train_*.py --given
+    prompts.jsonl    prompts for the target to answer                   --prompt-file
+    given.jsonl      prompts with answers by people or other models     --given
+
+The options are those of train_prism.py, train_specdiff.py and minispec.data.rollouts.
 
 DATA holds the sets by these names; a set that is not there is left out, and the command says so:
 
@@ -114,7 +116,7 @@ def main():
     p = Parser(__doc__)
     p.add_argument("--data", type=Path, required=True, help="folder of the data sets")
     p.add_argument("--out", type=Path, required=True, help="folder to write to")
-    p.add_argument("--seed", type=int, default=0, help="of the order, and of the passages (default 0)")
+    p.add_argument("--seed", type=int, default=0, help="seed of the order and of the passages (default 0)")
     args = p.parse_args()
     if not args.data.is_dir():
         raise ValueError(f"there is no folder {args.data}")

@@ -1,6 +1,6 @@
 """Recorded answers, the training data of drafters: for every token of a text the target's hidden states, and
-for every token of an answer also the target's argmax and the token's log-probability. On a GPU each
-training step computes them again, and the shards hold the tokens alone: 3.5 KB less a token of SmolLM2.
+for every token of an answer also the target's argmax and the token's log-probability. On a GPU the shards
+hold no states, which saves 3.5 KB per token of SmolLM2: each training step computes them again.
 
 minispec/data/rollouts.py makes them, in a separate process, which a training starts first. They lie in a
 folder of shards, DIR/train-0-128.safetensors and so on, which every variant, seed and number of prompts
@@ -187,8 +187,9 @@ def record(args):
         # Once the training has begun, no more answers are made.
         begun = os.path.exists(f"{args.out}/resume.pt")
         command += ["--minutes", "0" if begun else str(args.minutes / 2)]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True)
     if done.returncode < 0:
         raise ValueError(f"the process that writes the answers was killed by signal {-done.returncode}, "
                          "perhaps because memory ran out")

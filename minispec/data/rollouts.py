@@ -8,7 +8,8 @@ goes on where it was:
     own-00000.json             prompts that the target wrote itself (magpie.py)
     train-0-128.safetensors    answers to 128 prompts: the ids of each text, and for every token the target's
                                final hidden state and those of two lower layers; for the answer's tokens its
-                               argmax, and the token's log-probability. On a GPU the ids alone, of 1024
+                               argmax, and the token's log-probability. On a GPU a shard has 1,024 prompts
+                               and no states
     heldout-0-40.safetensors   the same of held-out prompts, which no training reads
     given-0-128.safetensors    the same of answers that others wrote (--given)
 
@@ -45,7 +46,8 @@ def parse_args():
     add_answers(p)
     p.add_argument("--out", required=True, metavar="DIR", help="folder of the answers")
     p.add_argument("--minutes", type=float,
-                   help="minutes for all answers; the first shard is always made (default: no limit)")
+                   help="minutes for all answers; the first shard of each split is always made (default: no "
+                        "limit)")
     p.add_argument("--part", default="0/1", metavar="I/N",
                    help="write every N-th shard alone, from number I on: N processes share the work")
     add_device(p)
@@ -112,7 +114,6 @@ def answer(args, engine, tokenizer, split, n):
     """Yields the files of the target's answers to n prompts, or to fewer, where the minutes are over. Of
     --part I/N only every N-th file is written."""
     target = engine.model
-    over = time.time() + 60 * args.minutes if args.minutes is not None else float("inf")
     own = procedural(split) if tokenizer.is_puzzle_model else magpie.written(target, tokenizer, args.out)
     context, left_out = min(target.config.block_size, LONGEST), []
     asked = fitting(prompts_of(args.prompt_file, split, own), tokenizer, context, left_out)
@@ -121,9 +122,11 @@ def answer(args, engine, tokenizer, split, n):
     for number, start in enumerate(tqdm(range(0, n, size), desc=f"{split} answers", unit="shard")):
         end = min(start + size, n)
         file = f"{args.out}/{split}-{start}-{end}.safetensors"
-        if start and time.time() > over and not os.path.exists(file):
+        if start and time.time() > args.over and not os.path.exists(file):
             break
         ids = list(itertools.islice(asked, end - start))
+        if not ids:                                      # the prompts have run out
+            break
         if number % parts == part:
             yield shard(file, ids, answers(args, engine, tokenizer, ids, start))
     if left_out:
@@ -175,7 +178,7 @@ def shard(file, begin, made):
     # A text goes on behind its prompt, or is cut.
     if texts.keys() != wanted.keys() or any(text[:len(wanted[name])] != wanted[name][:len(text)]
                                             for name, text in texts.items()):
-        raise ValueError(f"{file} is of other texts; use another --responses folder")
+        raise ValueError(f"{file} holds other texts; use another folder for the answers")
     return file
 
 
@@ -186,6 +189,7 @@ def main():
     # Answers in the folder must be the same target's.
     training.same_settings(args.out, target=checkpoints.fingerprint(target), temperature=args.temperature,
                            max_new_tokens=args.max_new_tokens)
+    args.over = time.time() + 60 * args.minutes if args.minutes is not None else float("inf")
     engine = Engine(target, SyncScheduler, TOGETHER if args.device == "cpu" else 2 * TOGETHER)
     files = [*answer(args, engine, tokenizer, "heldout", args.heldout),
              *answer(args, engine, tokenizer, "train", args.prompts)]

@@ -85,7 +85,7 @@ def make(family, seed, split="train", size=None):
             return Problem(family, prompt, think, answer, facts)
 
 
-def fitting(tokenizer, family, seed, split, length, longest_prompt=LONGEST_PROMPT):
+def fitting(tokenizer, family, seed, split, length):
     """A problem whose solution fits `length` answer slots: (problem, prompt ids, answer ids (L,) padded with
     ends of text). Sizes are drawn from 3 or less to the largest in training, smaller until a problem fits."""
     rng = random.Random(f"{family}/{split}/{seed}/fitting")
@@ -96,7 +96,7 @@ def fitting(tokenizer, family, seed, split, length, longest_prompt=LONGEST_PROMP
         problem = make(family, rng.randrange(1 << 40), split, size)
         prompt = tokenizer.prompt_ids(problem.prompt)
         answer = tokenizer.response_ids(problem.think, problem.answer)
-        if len(prompt) <= longest_prompt and len(answer) <= length:
+        if len(prompt) <= LONGEST_PROMPT and len(answer) <= length:
             return problem, prompt, answer + answer[-1:] * (length - len(answer))
         high = max(size - 1, low)
 
@@ -152,7 +152,8 @@ def trace(rng, size):
         return f"{name}{value.get(name, '')}"
 
     def operand(i, taken=()):
-        """A name known in line i, mostly a recent result. The name of the line before is never taken."""
+        """A name known in line i that is not in taken, mostly a recent result. The loop ends, because taken
+        never holds the name of the line before."""
         while True:
             if i > given and rng.random() >= 0.15:
                 name = names[max(i - 1 - int(rng.expovariate(1 / 4)), 0)]

@@ -165,9 +165,10 @@ def speed_of(name, settings, runs, naive, known):
     solved = [row["solved"] for row in known
               if cell == {key: row[key] for key in CELL if row.get(key) is not None}]
     rounds = [len(g.rounds) for g in runs[0].generations]
+    ratios = theirs / mine
     return {"decoder": name, **settings, "latency": float(np.median(mine)),
-            "ratio": float(np.median(theirs / mine)),
-            "ratio_range": [float((theirs / mine).min()), float((theirs / mine).max())],
+            "ratio": float(np.median(ratios)),
+            "ratio_range": [float(ratios.min()), float(ratios.max())],
             "tokens_per_second": statistics.median(run.tokens / run.seconds for run in runs),
             "steps": statistics.mean(rounds), "solved": solved[0] if solved else None}
 

@@ -226,7 +226,7 @@ def clock(f):
 
 
 @torch.inference_mode()
-def forward_seconds(model, lengths, rows, repeats=9):
+def forward_seconds(model, lengths, rows):
     """(seconds of a forward, seconds of its attention), medians, for requests with `lengths` cached tokens
     and `rows` new tokens each. Attention is timed as a forward minus a forward without attention."""
     c, n = model.config, rows * len(lengths)
@@ -244,7 +244,7 @@ def forward_seconds(model, lengths, rows, repeats=9):
         return packed_attend([(i * rows, i * rows + rows, one) for i, one in enumerate(keys)])
 
     # The first repeat compiles kernels.
-    times = [(seconds(attention()), seconds(lambda layer, q, k, v: q)) for _ in range(repeats + 1)][1:]
+    times = [(seconds(attention()), seconds(lambda layer, q, k, v: q)) for _ in range(10)][1:]
     whole, rest = (statistics.median(x) for x in zip(*times))
     return whole, max(whole - rest, 1e-9)
 

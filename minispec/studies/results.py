@@ -177,7 +177,7 @@ def phases(engine):
 
 # -- figures of runs -------------------------------------------------------------------------------
 
-def ratio(runs, plain):
+def speedups(runs, plain):
     """Median tokens/s of decoding, and median and range of the speed-ups, each repeat over the same repeat of
     the plain loop."""
     rates = [run.decoding_rate for run in runs]

@@ -75,7 +75,8 @@ def size(args, tokenizer):
 
 def profile(args, model, tokenizer):
     """The cost of a round on this machine, by batch, drafts and context; and the acceptance of each drafter,
-    on problems that are used nowhere else. Also writes costs.json, except with --quick."""
+    on problems that no other study uses, if a workload has enough of them. Also writes costs.json, except
+    with --quick."""
     how = size(args, tokenizer)
     drafters = methods.chain_drafters(model, args, how.deepest)
     costs = measure.cost_table(model, drafters, **how.costs)
@@ -318,7 +319,7 @@ def rows_of(timed, about, prices):
             "tokens": run.tokens,
             "tokens_per_second": run.tokens / run.seconds,
             "speedup": run.tokens / run.seconds * plain.seconds / plain.tokens,
-            "decoding": run.decoding_rate / plain.decoding_rate,
+            "decoding": run.decoding_rate / plain.decoding_rate if compared else None,
             "rates": run.rates,
             "rate_speedup": statistics.mean(run.rates) / statistics.mean(plain.rates),
             "tau": run.tau,

@@ -19,7 +19,9 @@ from minispec.core.scheduler import SyncScheduler
 from minispec.core.verify import Sampling
 from minispec.data import loops, prompts, tasks
 from minispec.studies import measure, results
-from minispec.studies.results import SAME, dtype_name, engine_of, identical, ratio, suitable, time_interleaved
+from minispec.studies.results import (
+    SAME, dtype_name, engine_of, identical, speedups, suitable, time_interleaved,
+)
 from minispec.tools.answers import schedule_view
 from minispec.tools.files import naming, read_rows
 from minispec.tools.markdown import table
@@ -176,7 +178,7 @@ def serving_rows(args, model, tokenizer, names, context, batch, first, temperatu
     runs = time_interleaved(cells, 2 if batch == 1 else 1, f"{batch} requests at {context}", batch == 1)
     rows = []
     for name, timed in runs.items():
-        row = {**about, "method": name, "tokens": timed[-1].tokens, **ratio(timed, runs["ar"])}
+        row = {**about, "method": name, **speedups(timed, runs["ar"])}
         if name != "ar":
             row["identical"] = identical(runs["ar"][-1], timed[-1])
         if name in (PILLAR, "specgen"):
@@ -230,6 +232,6 @@ def scheduler(args, model, tokenizer):
     cells = {stage: partial(build, name) for stage, name in STAGES.items()}
     runs = time_interleaved(cells, 1 if args.quick else 2, "scheduler", warm_up=False, see=schedule_view)
     plain, *_ = runs.values()
-    rows = [{"stage": stage, "prompts": REQUESTS, **ratio(timed, plain), **timed[-1].seen,
+    rows = [{"stage": stage, "prompts": REQUESTS, **speedups(timed, plain), **timed[-1].seen,
              "identical": identical(plain[-1], timed[-1])} for stage, timed in runs.items()]
     return {"cache_tokens": slots, "rows": rows, "table": table(rows, SCHEDULER)}

@@ -113,7 +113,7 @@ def checked(c):
         most = MOST.get(name, MILLION)
         possible = type(x) in (int, kind) and 0 <= x <= most
         if not possible or (x == 0 and name not in FROM_ZERO):
-            least = "from" if name in FROM_ZERO else "above"
+            least = "at least" if name in FROM_ZERO else "above"
             raise ValueError(f"{name} must be a number {least} 0 and at most {most:.7g}, got {x!r}")
 
     # Values that must fit together.

@@ -99,7 +99,7 @@ def adaptive(model, settings):
         if name in cost.drafters:
             candidates.append(drafter)
         else:
-            print(f"adaptive: '{name}' is left out, {file} has no price of it", file=sys.stderr)
+            print(f"adaptive: {name} is left out: {file} has no price for it", file=sys.stderr)
     chooser = Adaptive(candidates, cost, k)
     return partial(SyncScheduler, drafter=chooser, k=chooser.k)
 
@@ -233,7 +233,7 @@ def add_arguments(parser):
 
     add = parser.add_argument_group("batch and cache").add_argument
     add("--admission", default="reserve", choices=POLICIES,
-        help="policy of entering the cache, and of leaving a full one (default %(default)s)")
+        help="rule by which requests enter the cache and leave a full one (default %(default)s)")
     add("--cache-tokens", type=positive,
         help="size of the cache in tokens (default: --batch times the longest request)")
 
@@ -264,7 +264,7 @@ def add_arguments(parser):
         help="selection of these positions (default %(default)s; pillar is the paper's)")
     add("--schedule", default="unified", choices=specgen.SCHEDULES,
         help="schedule of draft and verification phases (default %(default)s)")
-    add("--delayed", action="store_true", help="acceptance of a verification during the next forward")
+    add("--delayed", action="store_true", help="verify the drafts of one forward while the next one runs")
 
     add = parser.add_argument_group("diffusion models: cdlm, dlm").add_argument
     add("--threshold", type=float,

@@ -12,7 +12,7 @@ def figures(args, tokenizer, engine, problems, generations, first_token):
     result = {
         "method": args.method,
         "model": args.model,
-        "temperature": args.temperature,
+        "temperature": args.sampling.temperature,
         "device": args.device,
         "dtype": args.dtype,
         **summary(generations, engine),
@@ -114,5 +114,5 @@ def schedule_lines(v):
         f"{v['active_mean']:.1f} requests at once, {v['stalled']} stalls",
         f"cache: at most {v['cache_peak']} of {v['cache_slots']} slots; "
         f"{v['offloaded']} tokens offloaded, {v['recomputed']} recomputed"
-        + (f", {v['shared']} shared" if v.get("shared") else ""),
+        + (f", {v['shared']} shared" if v["shared"] else ""),
     ]

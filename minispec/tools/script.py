@@ -33,11 +33,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text):
-    """The type of an option that is a number of 1 or more."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, got {number}")
-    return number
+    """The type of an option that is a whole number of 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
+    return int(text)
 
 
 def check_writable(path, inputs=()):

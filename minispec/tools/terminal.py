@@ -107,7 +107,7 @@ def chat(engine, tokenizer, sampling, limit):
             print()
             return
         if "\ufffd" in line:
-            print(f"(this line was dropped: it is no text in {sys.stdin.encoding})")
+            print(f"(this line was dropped: it is not valid {sys.stdin.encoding})")
             continue
         if not line.strip():
             continue

@@ -52,7 +52,7 @@ def add_arguments(parser, lr, save_every):
     """The settings of every training, with their defaults."""
     add = parser.add_argument
     add("--out", required=True, help="folder to write to")
-    add("--lr", type=float, default=lr, help="peak learning rate")
+    add("--lr", type=float, default=lr, help="peak learning rate" + f" (default {lr})" * bool(lr))
     add("--seed", type=int, default=1337,
         help="random seed: weights, order of the data (default %(default)s)")
     add_device(parser)
@@ -112,9 +112,9 @@ def bf16(device):
 def locked(folder):
     """Keep `folder` to one training: two would write their checkpoints over each other.
 
-    The lock on the file `lock` belongs to the operating system and ends with its process, even after kill -9,
-    so a file that was left behind stops nobody; one that is not there says that the model in the folder is of
-    no training here. ValueError for a model that would be replaced, and where another training is at work."""
+    The operating system holds the lock on the file `lock` and releases it when the process ends, even after
+    kill -9, so a file that was left behind does no harm. A model without this file was not trained in this
+    folder. ValueError if such a model would be replaced, or if another training is running."""
     os.makedirs(folder, exist_ok=True)
     lock = Path(folder, "lock")
     if Path(folder, "model.safetensors").exists() and not lock.exists():
