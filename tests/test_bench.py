@@ -200,7 +200,7 @@ def measured(tmp_path_factory):
     args = methods.settings(quick=True, cost=str(folder / "costs.json"), data=None)
     patch.setattr(results, "FOLDER", str(folder))
     patch.setattr(measure, "LARGE", 1 << 16)
-    patch.setattr(run, "SMALL", replace(run.SMALL, new=12, traced=4, repeats=1))
+    patch.setattr(run, "SMALL", replace(run.SMALL, new=12, traced=4, repeats=(1, 1)))
     patch.setattr(tasks, "FAMILIES", ("revise",))
     patch.setattr(results, "tqdm", lambda items, **_: items)
     patch.setattr(methods, "ready", lambda settings: ["ngram"])

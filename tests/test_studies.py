@@ -4,6 +4,8 @@ what the decoders did."""
 import json
 import shutil
 import types
+import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from minispec.core.scheduler import SyncScheduler
 from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies import cdlm as diffusion
-from minispec.studies import drafters, rules, run, specgen
+from minispec.studies import drafters, results, rules, run, specgen
 from minispec.tools import checkpoints, drafter_files, methods
 
 pytestmark = pytest.mark.usefixtures("usual_blocks")
@@ -348,6 +350,31 @@ def test_mixtures_have_as_many_problems_of_each_workload(how, workloads):
     assert how.traced <= run.PRICED                      # no problem has fitted the prices
     for own in mixed:
         assert len({sum(i.startswith(f"{w}/") for i in own) for w in range(workloads)}) == 1
+
+
+@pytest.mark.parametrize("batch, turns", [(1, "abab"), (2, "ab")])
+def test_cells_take_turns_and_leave_no_cache_behind(batch, turns, monkeypatch):
+    """At batch 1 after every request. In a batch only the engine that answers has a cache."""
+    engines = weakref.WeakSet()
+    order, caches = [], []
+
+    def build(name):
+        engine = Engine(MODEL, SyncScheduler, batch)
+        engine.name = name
+        engines.add(engine)
+        return engine, [Request([1, 2, 3], 4), Request([5, 6], 3)]
+
+    def watched(engine, requests, real=results.answer):
+        out = real(engine, requests)
+        order.append(engine.name)
+        caches.append(sum(e.cache is not None for e in engines))
+        return out
+
+    monkeypatch.setattr(results, "answer", watched)
+    runs = results.time_interleaved({name: partial(build, name) for name in "ab"}, 2, "", warm_up=False)
+    assert "".join(order) == turns * 2 and (batch == 1 or set(caches) == {1})
+    for run_of in runs["a"] + runs["b"]:
+        assert [len(g.token_ids) for g in run_of.generations] == [4, 3] and len(run_of.rates) == 2
 
 
 def test_adaptive_and_the_price_table_draft_whole_windows(shipped, capsys):

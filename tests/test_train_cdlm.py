@@ -1,5 +1,7 @@
 """Training of CDLM: states, losses against slow references, the training script on toy models.
 Numbers in comments are the statements of the checklist that the paper's notes end with."""
+import contextlib
+import io
 import json
 import math
 import shutil
@@ -271,12 +273,30 @@ def train(monkeypatch, target, out, *args, gen_length=160):
     run_script(train_cdlm, f"--out {out} {SMALL} --target {target}", *words(*args))
 
 
+NOTES = {"in order": []}            # of the run `trained`
+
+
 @pytest.fixture(scope="module")
 def trained(toy, tmp_path_factory):
     """The folder of an uninterrupted run of all three stages."""
     out = tmp_path_factory.mktemp("cdlm") / "whole"
-    with pytest.MonkeyPatch.context() as patch:
+    turns, pick = cdlm.turns, cdlm.pick
+
+    def noted(shape, block_size, generator, in_order):
+        NOTES["in order"].append(in_order)
+        return turns(shape, block_size, generator, in_order)
+
+    def watched(confidence, *args):
+        picked = pick(confidence, *args)
+        assert picked == [confidence.index(max(confidence))]         # the most confident slot first
+        return picked
+
+    shown = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
+        patch.setattr(cdlm, "turns", noted)
+        patch.setattr(cdlm, "pick", watched)
         train(patch, toy, out, "--weights 1 0.5 1")
+    NOTES["shown"] = shown.getvalue()
     return out
 
 
@@ -330,17 +350,9 @@ def test_other_trajectories_of_the_same_teacher(trained, toy, tmp_path, monkeypa
     assert "3 trajectories; 0% of the reveals" in capsys.readouterr().out
 
 
-def test_masks_follow_the_text_in_training_alone(trained, toy, tmp_path, monkeypatch):
-    shares = []
-    turns = cdlm.turns
-
-    def noted(shape, block_size, generator, in_order):
-        shares.append(in_order)
-        return turns(shape, block_size, generator, in_order)
-
-    monkeypatch.setattr(cdlm, "turns", noted)
-    train(monkeypatch, toy, tmp_path, "--steps 2 --prompts 1")
-    assert sorted(shares) == [0.0] * 2 + [train_cdlm.IN_ORDER] * 4       # a held-out loss of each stage
+def test_masks_follow_the_text_in_training_alone(trained):
+    """A stage has twelve steps, and three losses on held-out answers."""
+    assert sorted(NOTES["in order"]) == [0.0] * 6 + [train_cdlm.IN_ORDER] * 24
 
 
 class Killed(Exception):
@@ -378,22 +390,13 @@ def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path, mo
         assert one == two
 
 
-def test_the_script_reveals_the_most_confident_slot_first(toy, tmp_path, trained, monkeypatch, capsys):
-    pick = cdlm.pick
-
-    def watched(confidence, *args):
-        picked = pick(confidence, *args)
-        assert picked == [confidence.index(max(confidence))]
-        return picked
-
-    monkeypatch.setattr(cdlm, "pick", watched)
-    train(monkeypatch, toy, tmp_path, f"--teacher {trained}/teacher --steps 1 --prompts 1")
-    data = recorded(tmp_path)
+def test_the_script_reveals_the_most_confident_slot_first(trained):
+    data = recorded(trained)
     slots = torch.arange(B)
     assert (data["rank"][:, :B].sort().values == slots).all()
     assert (data["rank"][:, :B] != slots).any()
     share = train_cdlm.passed_over(data["rank"], data["live"])
-    assert f"2 trajectories; {share:.0%} of the reveals left a masked slot" in capsys.readouterr().out
+    assert f"6 trajectories; {share:.0%} of the reveals left a masked slot" in NOTES["shown"]
 
 
 def test_trajectory_files(trained):                                                # 12

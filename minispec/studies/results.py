@@ -138,7 +138,8 @@ def time_interleaved(cells, repeats, desc, warm_up=True, see=None):
         waiting = {name: build() for name, build in cells.items()}     # an engine makes its cache later
         answers = {name: [] for name in cells}                         # (generation, tokens/s)
         while waiting:
-            for name, (engine, requests) in list(waiting.items()):
+            for name in list(waiting):
+                engine, requests = waiting[name]
                 n = 1 if engine.batch_size == 1 else len(requests)
                 answers[name] += zip(*answer(engine, requests[:n]))
                 del requests[:n]

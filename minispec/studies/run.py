@@ -39,7 +39,7 @@ class Size:
     """new: tokens of an answer at most. traced: problems of each workload. batches, mixed: {batch size:
     number of problems}, for each workload and for all workloads together; sampled: like mixed, at
     temperature 0.7. deepest: drafts at each position of a trace. costs: the grid of the cost table. repeats:
-    runs of each method, of which the median counts."""
+    runs of each method at batch 1, and in batches; the median counts."""
     new: int
     traced: int
     batches: dict
@@ -47,16 +47,16 @@ class Size:
     sampled: dict
     deepest: int
     costs: dict
-    repeats: int = 1
+    repeats: tuple = (1, 1)
 
 
 # Mixtures have the same number of problems of each workload.
-SMALL = Size(160, 16, {1: 4, 4: 8, 16: 16}, {1: 12, 4: 12, 16: 24}, {1: 12}, 16, {}, repeats=3)
+SMALL = Size(160, 16, {1: 4, 4: 8, 16: 16}, {1: 12, 4: 12, 16: 24}, {1: 12}, 16, {}, (3, 3))
 # For a real model: about ten minutes on two idle cores that multiply bf16. No round of the engine has more
 # than 32 drafts, so no round that can be decoded is censored.
 REAL = Size(64, 2, {1: 2}, {1: 9, 4: 9, 16: 18}, {}, 32,
             {"contexts": ladder_of.CONTEXTS, "prompts": (32, 256)})
-ANSWERS = Size(256, 10, {1: 10}, {2: 18, 4: 18, 8: 27, 16: 27}, {1: 9}, 32, {})     # an hour
+ANSWERS = Size(256, 10, {1: 10}, {2: 9, 4: 9, 8: 18, 16: 18}, {1: 9}, 32, {}, (1, 3))       # 80 minutes
 MEAN, DECODING = "mean (95 %)", "mean, decoding"
 PRICED = 16                      # number of the problem, of each workload, that `profile` alone uses
 WHOLE = "mixed, whole answers"   # a workload: greedy answers are not cut where they repeat themselves
@@ -250,7 +250,8 @@ def observe(study, args, model, tokenizer, how, names, whole={}):
             own = ids[:1] if name == "dlm" else ids
             builders[name] = partial(build, name, workload, batch, own, temperature)
         # On a GPU a warm-up run compiles the kernels.
-        timed = time_interleaved(builders, how.repeats, f"{workload}, batch {batch}", args.device != "cpu")
+        repeats = how.repeats[batch > 1]
+        timed = time_interleaved(builders, repeats, f"{workload}, batch {batch}", args.device != "cpu")
         about = {"workload": workload, "batch": batch, "ids": ids, "temperature": temperature}
         return rows_of(timed, about, prices)
 
