@@ -180,8 +180,8 @@ def run(args, model, tokenizer):
     """Every method on every workload and on their mixture, by batch size, next to the plain loop of the same
     batch and dtype. For a real model SpecGen is left out; `serving` measures it on long texts.
 
-    In a cell all methods run in turn, the plain loop first, because a machine's speed changes from minute to
-    minute, and ratios do not. The answers of diffusion models differ from the target's, so these models are
+    In a cell the methods take turns, the plain loop first, at batch 1 after every request: a machine's speed
+    changes from minute to minute, and ratios do not. The answers of diffusion models differ from the target's, so these models are
     compared by tokens/s. `dlm` takes a whole forward per token, so it gets one request of each workload.
 
     Every drafter has the best number of drafts per round for the batch by the cost table, unless --k gives it.
