@@ -159,7 +159,8 @@ def test_the_choice_has_the_most_expected_tokens_per_second():
                 most = [min(k, len(f) if name == "ngram" else limit) for f, limit in zip(found, limits)]
                 tokens = [sum(chance**j for j in range(n + 1)) for chance, n in zip(chances[name], most)]
                 if name == "draft":
-                    seconds += sum(n * cost.read(name, 3) / r.remaining for n, r in zip(tokens[1::2], some[1::2]))
+                    new = zip(tokens[1::2], some[1::2])
+                    seconds += sum(n * cost.read(name, 3) / r.remaining for n, r in new)
                 best[name, k] = sum(tokens) / seconds
         choice = chooser._choose(some, limits, found)
         assert best[choice] == pytest.approx(max(best.values()))

@@ -1,5 +1,6 @@
 """CDLM on toy models: masks, exactness of the block cache, the decoders against plain loops, trajectories.
 Numbers in comments are the statements of the checklist that the paper's notes end with."""
+
 import json
 import math
 from pathlib import Path
@@ -23,7 +24,7 @@ from minispec.tools import checkpoints, methods
 MASK = 63
 L = 28
 B = 8
-WHOLE = 32                       # slots in training, where all blocks are whole
+WHOLE = 32  # slots in training, where all blocks are whole
 PROMPTS = [list(range(1, 10)), list(range(5, 19)), [7], list(range(30, 52))]
 KINDS = ("student", "teacher", "dual")
 
@@ -64,7 +65,7 @@ def at(trajectories, k):
 
 def filled(asked):
     """All slots of the answers, also those behind an end of text."""
-    return [r.state.tokens[r.state.n_prompt:] for r in asked]
+    return [r.state.tokens[r.state.n_prompt :] for r in asked]
 
 
 def dense(model, prompt, slots, mask=cdlm.block_causal, block_size=B):
@@ -76,7 +77,8 @@ def dense(model, prompt, slots, mask=cdlm.block_causal, block_size=B):
 
 # -- masks (1, 2, 6, 8) --------------------------------------------------------------------------------------
 
-def test_masks_are_their_definitions():                                            # 1, 6
+
+def test_masks_are_their_definitions():  # 1, 6
     width = 13
     length = 20
     positions, blocks = cdlm.layout(train_cdlm.padded([[3] * n for n in (1, 5, width)]), length, B)
@@ -84,21 +86,23 @@ def test_masks_are_their_definitions():                                         
         first = width - p
         number = torch.tensor([0] * p + [1 + i // B for i in range(length)])
         assert positions[row, first:].tolist() == list(range(p + length))
-        for mask, sees in ((cdlm.block_causal, number <= number[:, None]),
-                           (cdlm.bidirectional, torch.ones(p + length, p + length) > 0)):
+        for mask, sees in (
+            (cdlm.block_causal, number <= number[:, None]),
+            (cdlm.bidirectional, torch.ones(p + length, p + length) > 0),
+        ):
             seen = mask(blocks)[row, 0]
             assert torch.equal(seen[first:, first:], sees)
             assert not seen[first:, :first].any()
             assert seen.any(-1).all()
 
 
-def test_later_blocks_do_not_reach_back(model):                                    # 2, 6
+def test_later_blocks_do_not_reach_back(model):  # 2, 6
     slots = torch.randint(0, 60, (L,), generator=seeded()).tolist()
     for end in range(B, L, B):
         other = slots[:end] + [(t + 1) % 60 for t in slots[end:]]
         changed = (dense(model, PROMPTS[0], slots) != dense(model, PROMPTS[0], other)).any(-1)
         assert not changed[:end].any()
-        assert changed[end + 1:].all()
+        assert changed[end + 1 :].all()
 
 
 @pytest.mark.parametrize("size", [0, 4])
@@ -119,7 +123,7 @@ def test_two_copies_train_every_block_as_decoding_meets_it(model, size):
             assert (got[:, block] - want).abs().max() < 1e-5
 
 
-def test_the_row_before_a_slot_predicts_it():                                      # 8
+def test_the_row_before_a_slot_predicts_it():  # 8
     """A model that repeats its input: a slot gets the token before it, a block's first slot the clean one."""
     echo = toy_model(tied=True)
     with torch.no_grad():
@@ -129,20 +133,27 @@ def test_the_row_before_a_slot_predicts_it():                                   
     assert dense(echo, PROMPTS[0], slots).argmax(-1).tolist() == [PROMPTS[0][-1]] + slots[:-1]
     clean = torch.tensor([slots])
     two = cdlm.blocks_hidden(echo, torch.tensor(PROMPTS[:1]), clean, clean + 10)
-    assert echo.logits(two)[0].argmax(-1)[B - 1:B + 2].tolist() == [36, 27, 38]
+    assert echo.logits(two)[0].argmax(-1)[B - 1 : B + 2].tolist() == [36, 27, 38]
 
 
 # -- the exact cache (3, 4, 5) -------------------------------------------------------------------------------
 
+
 class Compared(cdlm.Decoder):
     """A student that compares every forward with one that has no cache."""
+
     worst = 0.0
 
     def forward(self, active):
         hidden, logits, seconds = super().forward(active)
         want = []
         for a in active:
-            whole = dense(self.model, a.tokens[:a.n_prompt], a.tokens[a.n_prompt:], block_size=self.block_size)
+            whole = dense(
+                self.model,
+                a.tokens[: a.n_prompt],
+                a.tokens[a.n_prompt :],
+                block_size=self.block_size,
+            )
             want.append(whole[[i - a.n_prompt for i in a.masked()]])
         self.worst = max(self.worst, (logits - torch.cat(want)).abs().max().item())
         return hidden, logits, seconds
@@ -165,21 +176,22 @@ def worst(decoder, model, **settings):
 
 @pytest.mark.parametrize("steps", [None, 3])
 @pytest.mark.parametrize("size", [None, 1, 4, 16])
-def test_cached_logits_equal_uncached_ones(model, steps, size):                    # 3, 4, 6
+def test_cached_logits_equal_uncached_ones(model, steps, size):  # 3, 4, 6
     assert 0 < worst(Compared, model, steps_a_block=steps, block_size=size) <= 1e-5
 
 
-def test_cached_logits_in_fp64(monkeypatch):                                       # 3
+def test_cached_logits_in_fp64(monkeypatch):  # 3
     only = lambda logits, mask_id: logits.index_fill(-1, torch.tensor([mask_id]), -1e9)
     monkeypatch.setattr(cdlm, "mask_free", only)
     assert worst(Compared, toy_model(n_layer=3).double()) <= 1e-12
 
 
-def test_keys_of_the_last_denoising_step_are_wrong(model):                         # 5
+def test_keys_of_the_last_denoising_step_are_wrong(model):  # 5
     assert worst(Stale, model, steps_a_block=3) > 0.1
 
 
 # -- decoding (7, 9, 18, 19, 20) -----------------------------------------------------------------------------
+
 
 def naive(model, prompt, length, block, steps, order):
     """The teacher's loop as the notes write it down (section 1.3), on one prompt, `steps` steps a block."""
@@ -200,7 +212,7 @@ def naive(model, prompt, length, block, steps, order):
 
 @pytest.mark.parametrize("order", cdlm.ORDERS)
 @pytest.mark.parametrize("size, steps", [(8, 8), (8, 5), (8, 1), (4, 4), (12, 12)])
-def test_teacher_is_the_loop_of_the_notes(model, size, steps, order):              # 7
+def test_teacher_is_the_loop_of_the_notes(model, size, steps, order):  # 7
     asked = requests(length=24)
     settings = {"order": order, "batch_size": 3, "block_size": size}
     decoded(model, "teacher", asked, steps_a_block=steps, **settings)
@@ -233,7 +245,9 @@ def test_the_block_size_is_the_models(model, tmp_path):
 
 def test_dual_cache_is_exact_for_one_step_a_block_and_approximate_else(model):
     assert tokens_of(model, "teacher", steps_a_block=1) == tokens_of(model, "dual", steps_a_block=1)
-    exact, close = (cdlm.Decoder(model, MASK, kind, steps_a_block=4) for kind in ("teacher", "dual"))
+    exact, close = (
+        cdlm.Decoder(model, MASK, kind, steps_a_block=4) for kind in ("teacher", "dual")
+    )
     one, two = ([g.token_ids for g in decoder.generate(requests())] for decoder in (exact, close))
     assert one != two
     assert exact.counts["forwards"] == close.counts["forwards"]
@@ -241,9 +255,11 @@ def test_dual_cache_is_exact_for_one_step_a_block_and_approximate_else(model):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("settings", [
-    {}, {"threshold": 0.2}, {"threshold": 0.2, "order": "surest"}, {"steps_a_block": 3}])
-def test_batches_of_different_prompts_equal_single_runs(model, kind, settings):    # 9
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"threshold": 0.2}, {"threshold": 0.2, "order": "surest"}, {"steps_a_block": 3}],
+)
+def test_batches_of_different_prompts_equal_single_runs(model, kind, settings):  # 9
     shown = lambda g: (g.token_ids, g.finish, len(g.rounds))
     single = [shown(*decoded(model, kind, [r], **settings)) for r in requests(stop=[45])]
     batch = decoded(model, kind, requests(stop=[45]), batch_size=3, **settings)
@@ -258,7 +274,7 @@ def test_sampling_is_seeded_and_independent_of_the_batch(model):
 
 
 @pytest.mark.parametrize("kind", ["student", "teacher"])
-def test_threshold_sets_the_steps(model, kind):                                    # 18
+def test_threshold_sets_the_steps(model, kind):  # 18
     fewest = math.ceil(L / B)
     runs = {t: decoded(model, kind, threshold=t, batch_size=4) for t in (0.0, 0.1, 1.0)}
     steps = {t: [len(g.rounds) for g in some] for t, some in runs.items()}
@@ -268,31 +284,40 @@ def test_threshold_sets_the_steps(model, kind):                                 
     assert [g.token_ids for g in runs[1.0]] == tokens_of(model, kind)
 
 
-@pytest.mark.parametrize("confidence, settings, surest, first", [
-    ([0.2, 0.95, 0.91], {"threshold": 0.9}, [1, 2], [1, 2]),
-    ([0.2, 0.5, 0.5], {"threshold": 0.9}, [1], [0]),             # ties to the left
-    ([0.1, 0.5, 0.5], {"n": 2}, [1, 2], [0, 1]),
-    ([], {"threshold": 0.9}, [], []),
-    ([0.3], {"n": 0}, [], [])])
-def test_picked_slots(confidence, settings, surest, first):                        # 18
+@pytest.mark.parametrize(
+    "confidence, settings, surest, first",
+    [
+        ([0.2, 0.95, 0.91], {"threshold": 0.9}, [1, 2], [1, 2]),
+        ([0.2, 0.5, 0.5], {"threshold": 0.9}, [1], [0]),  # ties to the left
+        ([0.1, 0.5, 0.5], {"n": 2}, [1, 2], [0, 1]),
+        ([], {"threshold": 0.9}, [], []),
+        ([0.3], {"n": 0}, [], []),
+    ],
+)
+def test_picked_slots(confidence, settings, surest, first):  # 18
     assert cdlm.pick(confidence, order="surest", **settings) == surest
     assert cdlm.pick(confidence, order="first", **settings) == first
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("threshold", [None, 0.3, 0.0])
-def test_no_mask_is_left_before_the_end_of_text_and_no_block_opened_behind(model, kind, threshold):    # 19
+def test_no_mask_is_left_before_the_end_of_text_and_no_block_opened_behind(
+    model, kind, threshold
+):  # 19
     free = requests(PROMPTS[:2])
     decoded(model, kind, free, threshold=threshold)
     out_of_order = 0
-    cases = [(prompt, slots, eos) for prompt, slots in zip(PROMPTS, filled(free))
-             for eos in sorted(set(slots))[::3]]
+    cases = [
+        (prompt, slots, eos)
+        for prompt, slots in zip(PROMPTS, filled(free))
+        for eos in sorted(set(slots))[::3]
+    ]
     rounds, states = [], []
-    for record in (True, False):                         # a recorded one completes its last block
+    for record in (True, False):  # a recorded one completes its last block
         asked = [Request(prompt, L, stop_ids=[eos]) for prompt, _, eos in cases]
         found = decoded(model, kind, asked, threshold=threshold, record=record)
         for g, (_, slots, eos) in zip(found, cases):
-            assert (g.token_ids, g.finish) == (slots[:slots.index(eos) + 1], "stop")
+            assert (g.token_ids, g.finish) == (slots[: slots.index(eos) + 1], "stop")
         rounds.append([len(g.rounds) for g in found])
         states.append(filled(asked))
     for i, (_, slots, eos) in enumerate(cases):
@@ -304,7 +329,7 @@ def test_no_mask_is_left_before_the_end_of_text_and_no_block_opened_behind(model
     assert out_of_order or threshold is not None
 
 
-def test_stream_hands_on_final_tokens(model):                                      # 19
+def test_stream_hands_on_final_tokens(model):  # 19
     [r] = requests(PROMPTS[:1])
     parts = [tokens for _, tokens in cdlm.Decoder(model, MASK).stream([r])]
     assert sum(parts, []) == r.generation.token_ids == filled([r])[0]
@@ -315,7 +340,7 @@ def test_stream_hands_on_final_tokens(model):                                   
         if n == 9:
             other.cancel()
     assert other.generation.finish == "cancelled"
-    assert other.generation.token_ids == sum(parts[:10], [])                       # nothing came after it
+    assert other.generation.token_ids == sum(parts[:10], [])  # nothing came after it
 
 
 def test_a_stream_left_in_the_middle_is_not_in_the_way_of_the_next(model):
@@ -323,12 +348,12 @@ def test_a_stream_left_in_the_middle_is_not_in_the_way_of_the_next(model):
     decoder = cdlm.Decoder(model, MASK, batch_size=2)
     stream = decoder.stream(requests())
     next(stream)
-    for _ in range(2):                                                             # left open, then closed
+    for _ in range(2):  # left open, then closed
         assert [g.token_ids for g in decoder.generate(requests(length=3 * L))] == want
         stream.close()
 
 
-def test_counters_are_measured(model, monkeypatch):                                # 20
+def test_counters_are_measured(model, monkeypatch):  # 20
     fed = []
     forward = gpt.GPT.forward
 
@@ -342,24 +367,36 @@ def test_counters_are_measured(model, monkeypatch):                             
         decoder = cdlm.Decoder(model, MASK, kind, steps_a_block=2, batch_size=2)
         got = decoder.generate(requests())
         kept = [len(g.token_ids) for g in got]
-        assert decoder.counts == {"forwards": len(fed), "tokens_fed": sum(fed), "tokens_kept": sum(kept)}
+        assert decoder.counts == {
+            "forwards": len(fed),
+            "tokens_fed": sum(fed),
+            "tokens_kept": sum(kept),
+        }
         assert [sum(s.committed for s in g.rounds) for g in got] == kept
         seconds = sum(s.verify_seconds for g in got for s in g.rounds)
-        assert seconds == pytest.approx(decoder.seconds["prefill"] + decoder.seconds["verify"], abs=1e-6)
+        assert seconds == pytest.approx(
+            decoder.seconds["prefill"] + decoder.seconds["verify"], abs=1e-6
+        )
     decoder = cdlm.Decoder(model, MASK, steps_a_block=2)
     decoder.generate(requests(PROMPTS[:1], 2 * B))
     # Four steps of a block, and the clean rows: the prompt, the finished block, twice the row before a block.
     assert decoder.counts["tokens_fed"] == len(PROMPTS[0]) + 4 * B + B + 2
 
 
-@pytest.mark.parametrize("settings, length, message", [
-    ({"threshold": -1}, L, "threshold -1 is out of range"), ({}, 600, "exceed the context of 512")])
+@pytest.mark.parametrize(
+    "settings, length, message",
+    [
+        ({"threshold": -1}, L, "threshold -1 is out of range"),
+        ({}, 600, "exceed the context of 512"),
+    ],
+)
 def test_bad_decoding_is_refused(model, settings, length, message):
     with pytest.raises(ValueError, match=message):
         decoded(model, asked=requests(length=length), **settings)
 
 
 # -- trajectories (10, 11, 12) -------------------------------------------------------------------------------
+
 
 def recorded(model, asked, order="surest"):
     decoder = cdlm.Decoder(model, MASK, "teacher", order=order, batch_size=2, record=True)
@@ -392,9 +429,17 @@ def test_a_trajectory_reveals_a_token_a_step_block_by_block(model, trajectories)
     assert in_order["hidden"].any(-1).all()
 
 
-@pytest.mark.parametrize("rank, live, want", [
-    ([0, 1, 2, 3], 4, 0), ([1, 0, 2, 3], 4, 0.25), ([1, 2, 3, 0], 4, 0.25), ([3, 2, 1, 0], 4, 0.75),
-    ([1, 0, 3, 2], 2, 0.5), ([0, 1, 3, 2], 2, 0)])               # undecoded slots do not count
+@pytest.mark.parametrize(
+    "rank, live, want",
+    [
+        ([0, 1, 2, 3], 4, 0),
+        ([1, 0, 2, 3], 4, 0.25),
+        ([1, 2, 3, 0], 4, 0.25),
+        ([3, 2, 1, 0], 4, 0.75),
+        ([1, 0, 3, 2], 2, 0.5),
+        ([0, 1, 3, 2], 2, 0),
+    ],
+)  # undecoded slots do not count
 def test_how_far_from_left_to_right(rank, live, want):
     assert train_cdlm.passed_over(torch.tensor([rank]), torch.tensor([live])) == want
 
@@ -406,7 +451,7 @@ def test_how_far_random_orders_are_from_left_to_right():
     assert f"{mean:.2f}" in train_cdlm.passed_over.__doc__
 
 
-def test_hidden_rows_give_the_teachers_distribution_back(model, trajectories):     # 11
+def test_hidden_rows_give_the_teachers_distribution_back(model, trajectories):  # 11
     assert trajectories["hidden"].dtype == torch.float16
     for row, prompt in enumerate(PROMPTS[:2]):
         for slot in range(WHOLE):
@@ -418,7 +463,7 @@ def test_hidden_rows_give_the_teachers_distribution_back(model, trajectories):  
             assert got.argmax() == want.argmax() == trajectories["tokens"][row, slot]
 
 
-def test_blocks_behind_the_end_of_text_are_not_decoded(model, monkeypatch):        # 10, 12
+def test_blocks_behind_the_end_of_text_are_not_decoded(model, monkeypatch):  # 10, 12
     free = requests(PROMPTS[:1], WHOLE)
     decoded(model, "teacher", free)
     [slots] = filled(free)
@@ -463,12 +508,15 @@ def test_the_lessons_example_of_y_and_y_star(monkeypatch):
     batch = {"prompt": tokens, "tokens": tokens, "rank": rank, "live": torch.tensor([8])}
     cdlm.consistency_loss(toy_model(diffusion_block_size=4), batch, MASK, seeded(11))
     assert seen == [page["y*"], page["y"]]
-    y, y_star = ({slot for slot, x in zip(page["slot"], page[name]) if x == "_"} for name in ("y", "y*"))
+    y, y_star = (
+        {slot for slot, x in zip(page["slot"], page[name]) if x == "_"} for name in ("y", "y*")
+    )
     assert set(page["U_y"][1:4]) == y - y_star
     assert set(page["S_y"][1:5]) == y_star
 
 
 # -- decode.py -----------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("method, threshold", [("cdlm", cdlm.THRESHOLD), ("dlm", None)])
 def test_settings_reach_the_decoder(toy, method, threshold):
@@ -478,7 +526,12 @@ def test_settings_reach_the_decoder(toy, method, threshold):
     assert plain.kind == cdlm.METHODS[method]
     settings = methods.settings(drafter=toy, order="surest", threshold=0.5, block_size=5)
     other = methods.make_engine(method, target, settings, 3)
-    assert (other.order, other.threshold, other.batch_size, other.block_size) == ("surest", 0.5, 3, 5)
+    assert (other.order, other.threshold, other.batch_size, other.block_size) == (
+        "surest",
+        0.5,
+        3,
+        5,
+    )
 
 
 @pytest.mark.parametrize("model, folder", [(TARGET, ""), ("smollm2", "smollm2/")])
@@ -492,9 +545,11 @@ def test_another_model_has_other_diffusion_models(model, folder):
 @pytest.fixture
 def answer(toy, tmp_path, capsys):
     """answer(*args): decode.py's JSON and its output with the toy as diffusion model."""
+
     def run(line):
         run_script(decode, f"--method cdlm --drafter {toy} --json {tmp_path}/o.json {line}")
         return json.loads((tmp_path / "o.json").read_text()), capsys.readouterr().out
+
     return run
 
 
@@ -518,8 +573,10 @@ def test_the_target_is_loaded_to_compare_alone(toy, tmp_path, answer, monkeypatc
 
 @pytest.mark.parametrize("method", cdlm.METHODS)
 def test_decode_json(toy, answer, method):
-    said, out = answer(f"--model {toy} --method {method} --task revise --size 3 --n 2 --batch 2 "
-                       "--max-new-tokens 64 --threshold 0.0 --compare")
+    said, out = answer(
+        f"--model {toy} --method {method} --task revise --size 3 --n 2 --batch 2 "
+        "--max-new-tokens 64 --threshold 0.0 --compare"
+    )
     assert said["counts"]["forwards"] >= 2
     assert len(said["requests"]) == 2
     assert said["counts"]["tokens_kept"] == said["new_tokens"]

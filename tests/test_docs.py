@@ -1,4 +1,6 @@
-"""The pages are true: links, commands, files, line counts, figures that are computed by hand, and where their numbers come from."""
+"""The pages are true: links, commands, files, line counts, figures that are computed by hand, and where their
+numbers come from."""
+
 import argparse
 import functools
 import glob
@@ -54,6 +56,7 @@ def round_of(address):
 
 # -- form ------------------------------------------------------------------------------------------------
 
+
 def test_readme_fits_two_screens():
     assert lines_of("README.md") <= 110
 
@@ -85,7 +88,9 @@ def test_links_resolve(page):
                 round_of(heading)
         elif heading:
             headings = re.findall(r"^#+ (.*)", read(file), re.M)
-            assert heading in [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings], heading
+            assert heading in [
+                re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings
+            ], heading
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -97,14 +102,22 @@ def test_numbers_in_tables_are_rendered(page):
             bare = re.sub(r"`[^`]*`|\[[^]]*\]\([^)]*\)", "", line)
             assert not re.search(r"(?<![\w.])\d", bare), line
     for where, name, key in re.findall(bench.MARKS, text, re.S):
-        stored = read_json(os.path.join(ROOT, "results", where, name + ".json"))["result"][key or "table"]
+        stored = read_json(os.path.join(ROOT, "results", where, name + ".json"))["result"][
+            key or "table"
+        ]
         assert stored in text and stored.count("\n") > 1
-        assert "appendix" in page or name in (*bench.STUDIES, "knocks", "checkpoints", "gpu"), f"{name} is gone"
+        assert "appendix" in page or name in (
+            *bench.STUDIES,
+            "knocks",
+            "checkpoints",
+            "gpu",
+        ), f"{name} is gone"
     for test in re.findall(r"<!-- computed by (\S+) -->", text):
         assert os.path.basename(page) in read(test)
 
 
 # -- commands and files ----------------------------------------------------------------------------------
+
 
 def commands(page):
     """What a page asks the reader to run: in code blocks, and between backticks; not in tables of results."""
@@ -156,23 +169,34 @@ def test_line_counts():
     named = re.findall(r"`([\w/]+\.py)`\]?[^`\n]*?, (\d+) lines", text)
     assert len(named) >= 6
     for name, said in named:
-        assert abs(lines_of(name) - int(said)) <= max(10, lines_of(name) / 10), (name, lines_of(name))
-    said, = re.findall(r"([\d,]+) lines of Python", text)
-    files = [f for part in ("*.py", "minispec/**/*.py", "kernels/*.py") for f in glob.glob(part, root_dir=ROOT, recursive=True)]
+        assert abs(lines_of(name) - int(said)) <= max(10, lines_of(name) / 10), (
+            name,
+            lines_of(name),
+        )
+    (said,) = re.findall(r"([\d,]+) lines of Python", text)
+    files = [
+        f
+        for part in ("*.py", "minispec/**/*.py", "kernels/*.py")
+        for f in glob.glob(part, root_dir=ROOT, recursive=True)
+    ]
     assert abs(sum(map(lines_of, files)) - int(said.replace(",", ""))) <= 500
 
 
 # -- what is shown is what was measured ------------------------------------------------------------------
 
+
 def test_output_in_the_readme_is_real():
-    for name, shown in re.findall(r"<!-- output of (\S+) -->\n```text\n(.*?)```\n<!-- end -->", read("README.md"), re.S):
+    outputs = r"<!-- output of (\S+) -->\n```text\n(.*?)```\n<!-- end -->"
+    for name, shown in re.findall(outputs, read("README.md"), re.S):
         assert shown == report.table(read_json(os.path.join(ROOT, name))) + "\n"
 
 
 def test_the_puzzle_models_column_in_the_readme_is_its_own_result():
-    """It is pasted when the real model is measured, so a later `speed` of the puzzle model would leave it old."""
+    """It is pasted when the real model is measured, so a later `speed` of the puzzle model would leave it
+    old."""
     means = read_json(f"{ROOT}/results/speed.json")["result"]["means"]
-    head, _, *lines = re.search(r"<!-- table smollm2/speed short -->\n(.*?)\n\n", read("README.md"), re.S)[1].split("\n")
+    table = re.search(r"<!-- table smollm2/speed short -->\n(.*?)\n\n", read("README.md"), re.S)[1]
+    head, _, *lines = table.split("\n")
     column = [name.strip() for name in head.split("|")].index("puzzle model")
     cells = [[cell.strip() for cell in line.split("|")] for line in lines]
     assert {own[1]: own[column] for own in cells} == means
@@ -190,19 +214,24 @@ def test_the_readme_says_where_a_single_drafter_is_faster():
         elif x["method"] in ("ngram", "prism", "eagle", "specdiff"):
             best[cell] = max(best.get(cell, 0), x["speedup"])
     near = {cell for cell in best if own[cell] >= 0.97 * best[cell]}
-    assert len([cell for cell in best if cell[1] == 1]) == 9 and "in six of nine kinds of text" in read("README.md")
+    assert len([cell for cell in best if cell[1] == 1]) == 9
+    assert "in six of nine kinds of text" in read("README.md")
     assert len([cell for cell in near if cell[1] == 1]) == 6
     assert sorted(cell[1] for cell in best.keys() - near if cell[1] > 1) == [4, 16]
     assert "in batches of 4 and 16 a single drafter is faster" in read("README.md")
 
 
 def test_the_recorder_takes_no_other_arguments():
-    with mock.patch("sys.argv", ["rounds.py", "--help"]), pytest.raises(ValueError, match="--stored or nothing"):
+    with mock.patch("sys.argv", ["rounds.py", "--help"]), pytest.raises(
+        ValueError, match="--stored or nothing"
+    ):
         recorded()[0]["main"]()
 
 
 def test_minutes_in_the_readme_are_the_lessons():
-    table = re.findall(r"`(minispec/\w+\.py)` \| \[(\d+ minutes)\]\((docs/\w+\.md)\)", read("README.md"))
+    table = re.findall(
+        r"`(minispec/\w+\.py)` \| \[(\d+ minutes)\]\((docs/\w+\.md)\)", read("README.md")
+    )
     assert len(table) == 5
     for file, minutes, lesson in table:
         assert f"> {minutes}." in read(lesson) and f"`{file}`" in read(lesson)
@@ -228,21 +257,29 @@ def test_linked_rounds_show_what_the_lessons_say():
     # PRISM: two children, both wrong.
     a = round_of("1/1/17")
     last = a["path"][-1]
-    children = [word(1, token) for token, parent in zip(a["tokens"], a["parents"]) if parent == last]
+    children = [
+        word(1, token) for token, parent in zip(a["tokens"], a["parents"]) if parent == last
+    ]
     assert len(a["path"]) == 3 and children == ["9", "8", "7"]
     rounds = recorded()[1][0]["requests"][0]["heard"]
-    assert sum(b["parents"][:-1] == list(range(len(b["rows"]) - 1)) for b in rounds) > 0.8 * len(rounds)
+    assert sum(b["parents"][:-1] == list(range(len(b["rows"]) - 1)) for b in rounds) > 0.8 * len(
+        rounds
+    )
     # README: every draft is accepted once the text repeats itself.
     looping = recorded()[1][2]["requests"][2]["heard"][6:]
     assert len(looping) == 5 and all(len(b["path"]) == len(b["tokens"]) - 1 for b in looping)
     assert looping[0]["path"] == round_of("3/3/7")["path"]
     # CDLM: no slot above the threshold, so the first one is revealed.
     a = round_of("4/1/2")
-    assert a["picked"] == [0] and max(sure for *_, sure in a["slots"]) < recorded()[1][3]["threshold"]
+    assert (
+        a["picked"] == [0] and max(sure for *_, sure in a["slots"]) < recorded()[1][3]["threshold"]
+    )
     # Adaptive.
     before, after = round_of("5/1/4"), round_of("5/1/5")
     for b in (before, after):
-        assert b["proposer"] == "ngram" == max(b["promises"], key=lambda name: b["promises"][name][2])
+        assert (
+            b["proposer"] == "ngram" == max(b["promises"], key=lambda name: b["promises"][name][2])
+        )
     assert (before["committed"], after["committed"]) == (2, 14)
     assert after["promises"]["ngram"][1] < before["promises"]["ngram"][1]
 
@@ -252,7 +289,7 @@ def test_pillars_last():
     run, request = script["PILLARS"]
     request = runs[run]["requests"][request]
     share = script["read_share"](request)
-    prompt = share[:, :share.shape[1] * len(request["prompt_ids"]) // request["longest"]]
+    prompt = share[:, : share.shape[1] * len(request["prompt_ids"]) // request["longest"]]
     top = [set(row) for row in prompt.topk(24).indices.tolist()]
     same = [len(a & b) / 24 for a, b in zip(top, top[1:])]
     assert f"{100 * sum(same) / len(same):.0f} % of the 24 parts" in read("docs/specgen.md")
@@ -271,7 +308,14 @@ def test_the_picture_of_pillars_can_be_drawn(tmp_path):
 
 WORDS = ("the", "cat", "sat", "down")
 Q = torch.tensor([[0.1, 0.4, 0.4, 0.1], [0.1, 0.1, 0.6, 0.2], [0.5, 0.1, 0.1, 0.3]])
-P = torch.tensor([[0.1, 0.5, 0.3, 0.1], [0.05, 0.05, 0.45, 0.45], [0.15, 0.15, 0.1, 0.6], [0.05, 0.8, 0.05, 0.1]])
+P = torch.tensor(
+    [
+        [0.1, 0.5, 0.3, 0.1],
+        [0.05, 0.05, 0.45, 0.45],
+        [0.15, 0.15, 0.1, 0.6],
+        [0.05, 0.8, 0.05, 0.1],
+    ]
+)
 DRAFT = torch.tensor([1, 2, 0])
 COINS = torch.tensor([0.91, 0.40, 0.62, 0.55])
 
@@ -281,8 +325,10 @@ def two(numbers, gap="   "):
 
 
 def committed(coins, draft=DRAFT, q=Q):
-    path, token = rejection([(list(range(1, len(draft) + 1)), q)], draft.tolist(), P[:len(draft) + 1], coins)
-    return " ".join(WORDS[t] for t in [*draft[:len(path)].tolist(), token])
+    path, token = rejection(
+        [(list(range(1, len(draft) + 1)), q)], draft.tolist(), P[: len(draft) + 1], coins
+    )
+    return " ".join(WORDS[t] for t in [*draft[: len(path)].tolist(), token])
 
 
 def test_the_round_by_hand():
@@ -310,26 +356,41 @@ def test_the_round_by_hand():
     both = torch.minimum(p, q)
     assert f"min({p[3]:.2f}, {q[3]:.2f})                  = {both[3]:.2f}" in page
     assert f"1 - ({two(both, ' + ')})         = {1 - both.sum():.2f}" in page
-    assert f"{rest[3]:.2f} / {total:.2f}                             = {rest[3] / total:.2f}" in page
+    assert (
+        f"{rest[3]:.2f} / {total:.2f}                             = {rest[3] / total:.2f}" in page
+    )
     assert torch.allclose(both + (1 - both.sum()) * rest / total, p)
-    assert f"{both[3]:.2f} + {total:.2f} * {rest[3] / total:.2f}" in page and f"= {p[3]:.2f}\n" in page
+    assert (
+        f"{both[3]:.2f} + {total:.2f} * {rest[3] / total:.2f}" in page and f"= {p[3]:.2f}\n" in page
+    )
 
     # alpha, tau, and the speed-up.
     alpha = torch.minimum(P[:3], Q).sum(-1)
     tau = 1 + alpha.cumprod(0).sum()
-    assert "{:.2f}, {:.2f} and {:.2f} in the three rows".format(*alpha) in page and f"= {tau:.2f}\n" in page
+    assert (
+        "{:.2f}, {:.2f} and {:.2f} in the three rows".format(*alpha) in page
+        and f"= {tau:.2f}\n" in page
+    )
     assert f"a speed-up of {tau:.2f} / 1.30 = {tau / 1.3:.2f}" in page
 
 
 def test_the_round_with_shared_noise_by_hand():
     page = read("docs/00-start.md")
     e = noise(torch.full((3,), stream(2339)), torch.arange(1, 4), 4)
-    e = torch.tensor([[float(f"{x:.2f}") for x in row] for row in e.tolist()])       # as the page shows it
+    e = torch.tensor(
+        [[float(f"{x:.2f}") for x in row] for row in e.tolist()]
+    )  # as the page shows it
     drafts, choices = (Q / e).argmax(1).tolist(), (P[:3] / e).argmax(1).tolist()
     for row, draft, choice, p, q in zip(e, drafts, choices, P, Q):
         verdict = "accepted" if draft == choice else "rejected"
-        assert f"noise e           {two(row)}\n         q / e             {two(q / row)}     {WORDS[draft]}\n" in page
-        assert f"         p / e             {two(p / row)}     {WORDS[choice]:<4}      {verdict}\n" in page
+        assert (
+            f"noise e           {two(row)}\n         q / e             {two(q / row)}     {WORDS[draft]}\n"
+            in page
+        )
+        assert (
+            f"         p / e             {two(p / row)}     {WORDS[choice]:<4}      {verdict}\n"
+            in page
+        )
     path, token = verify_tree(drafts, range(3), [*choices, 1])
     assert " ".join(WORDS[t] for t in [*(drafts[i - 1] for i in path), token]) == "cat sat down"
     # How often both are first: with noise, and the sum over tokens in closed form.
@@ -361,27 +422,42 @@ def test_point_masses_by_hand():
 
 # -- the papers' lessons ---------------------------------------------------------------------------------
 
+
 def test_the_streaks_gain_is_in_the_results():
-    """Appendix, lesson and README name it: drafts accepted of a window at the tokens where both logs have a line."""
-    arms = read_json(os.path.join(ROOT, "results", "smollm2", "specdiff_objectives.json"))["result"]["arms"]
+    """Appendix, lesson and README name it: drafts accepted of a window at the tokens where both logs have a
+    line."""
+    arms = read_json(os.path.join(ROOT, "results", "smollm2", "specdiff_objectives.json"))[
+        "result"
+    ]["arms"]
     drafts = {}
     for name in ("mdlm", "streak"):
-        line, = (x for x in arms[name]["curve"] if x["tokens"] == 1293459)
+        (line,) = (x for x in arms[name]["curve"] if x["tokens"] == 1293459)
         drafts[name] = line["heldout_tau"]["point_mass"] - 1
     gain = f"{100 * (drafts['streak'] / drafts['mdlm'] - 1):.0f} %"
-    assert "{streak:.3f} drafts a window against {mdlm:.3f}, ".format(**drafts) + gain in read("docs/appendix/specdiff.md")
-    assert f"{gain} more accepted" in read("README.md") and f"{gain} more drafts accepted" in read("docs/specdiff.md")
+    figures = "{streak:.3f} drafts a window against {mdlm:.3f}, ".format(**drafts)
+    assert figures + gain in read("docs/appendix/specdiff.md")
+    assert f"{gain} more accepted" in read("README.md")
+    assert f"{gain} more drafts accepted" in read("docs/specdiff.md")
 
 
 def test_masks_of_cdlm_by_drawing():
     """Two prompt tokens, four slots in blocks of two, and the noisy copy of the slots."""
     _, blocks = cdlm.layout(torch.tensor([[1, 1]]), 4, 2)
     causal = torch.ones(6, 6).tril()[None, None] > 0
-    draw = lambda mask, names: [" ".join(names), *(f"{name}   " + " ".join(".x"[seen] for seen in row) for name, row in zip(names, mask[0, 0].tolist()))]
-    three = [draw(mask, "PPabcd") for mask in (causal, cdlm.bidirectional(blocks), cdlm.block_causal(blocks))]
+
+    def draw(mask, names):
+        rows = [" ".join(".x"[seen] for seen in row) for row in mask[0, 0].tolist()]
+        return [" ".join(names), *(f"{name}   {row}" for name, row in zip(names, rows))]
+
+    three = [
+        draw(mask, "PPabcd")
+        for mask in (causal, cdlm.bidirectional(blocks), cdlm.block_causal(blocks))
+    ]
     (head, _, _), *rows = zip(*three)
     page = read("docs/cdlm.md")
-    assert "\n".join([" " * 8 + (" " * 15).join([head] * 3), *(" " * 4 + (" " * 11).join(row) for row in rows)]) in page
+    lines = [" " * 8 + (" " * 15).join([head] * 3)]
+    lines += [" " * 4 + (" " * 11).join(row) for row in rows]
+    assert "\n".join(lines) in page
     head, *rows = draw(cdlm.two_copies(blocks, 4), "PPabcdABCD")
     assert "\n".join([" " * 8 + head, *(" " * 4 + row for row in rows)]) in page
 
@@ -395,7 +471,7 @@ def test_formulas_with_numbers_put_in():
     assert f"= {1 + 0.8 * sum(0.9 ** i for i in range(5)):.2f} tokens" in page
     page = read("docs/bounds.md")
     for alpha in (0.8, 0.2):
-        tau = sum(alpha ** i for i in range(4))
+        tau = sum(alpha**i for i in range(4))
         assert f"= {tau:.2f} tokens    {tau:.2f} / 1.4 = {tau / 1.4:.2f}" in page
     # One answer as jumps, and V from its end.
     left = [0.0]
@@ -411,11 +487,13 @@ def test_formulas_with_numbers_put_in():
 
 # -- docs/answers.md -------------------------------------------------------------------------------------
 
+
 def test_every_exercise_has_an_answer():
     answers = read("docs/answers.md")
     for lesson in LESSONS:
-        exercises = re.findall(r"^(\d+)\. \((?:easy|medium|hard)\)", read(f"docs/{lesson}.md").split("## Exercises")[1], re.M)
-        section, = re.findall(rf"^## \[{lesson}\]\(.*?\)\n(.*?)(?=^## |\Z)", answers, re.M | re.S)
+        own = read(f"docs/{lesson}.md").split("## Exercises")[1]
+        exercises = re.findall(r"^(\d+)\. \((?:easy|medium|hard)\)", own, re.M)
+        (section,) = re.findall(rf"^## \[{lesson}\]\(.*?\)\n(.*?)(?=^## |\Z)", answers, re.M | re.S)
         assert exercises and re.findall(r"^\*\*(\d+)\.\*\*", section, re.M) == exercises, lesson
 
 
@@ -435,7 +513,10 @@ def test_answers_by_hand():
 
     # SpecGen 1: the cost model at three shares of attention.
     for r in (0.5, 0.8, 0.9):
-        speeds = [(a + 1) / ((k + 1) * (1 - r) + (0.05 * k + 1) * r) for k, a in ((4, 3.3), (8, 5.4), (16, 9.1))]
+        speeds = [
+            (a + 1) / ((k + 1) * (1 - r) + (0.05 * k + 1) * r)
+            for k, a in ((4, 3.3), (8, 5.4), (16, 9.1))
+        ]
         assert f"{r} {two(speeds, ' ')}" in page
 
     # PRISM 1: the best depth at 0.8 a step.
@@ -446,7 +527,10 @@ def test_answers_by_hand():
 
     # SpecDiff-2 1: both rules for one q.
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.6, 0.3, 0.1])
-    assert f"{torch.minimum(p, q).sum():.2f} by rejection and {(p * q).sum():.2f} by point mass" in page
+    assert (
+        f"{torch.minimum(p, q).sum():.2f} by rejection and {(p * q).sum():.2f} by point mass"
+        in page
+    )
 
     # CDLM 1: the largest n with (n + 1) e < 1.
     assert max(n for n in range(2000) if (n + 1) / 1000 < 1 - 1e-9) == 998 and "998 tokens" in page
@@ -459,14 +543,24 @@ def test_measured_answers_are_the_stored_ones():
         assert f"    {name} ..    {x['tau']:.2f}             {first:.3f}     {second:.3f}" in page
     page = " ".join(page.split())
     plain, stale, *others = found["decoders"].values()
-    assert f"solves {100 * plain['solved']:.0f} %, and {100 * stale['solved']:.0f} % with stale keys" in page
+    assert (
+        f"solves {100 * plain['solved']:.0f} %, and {100 * stale['solved']:.0f} % with stale keys"
+        in page
+    )
     assert f"{stale['steps']:.1f} an answer instead of {plain['steps']:.1f}" in page
     assert all(x["solved"] == plain["solved"] and f"{x['steps']:.1f}" in page for x in others)
 
 
 def test_the_glossarys_words_are_the_codes():
-    code = "\n".join(read(f) for part in ("minispec/**/*.py", "kernels/*.py", "*.py")
-                     for f in glob.glob(part, root_dir=ROOT, recursive=True)).replace("_", " ").lower()
+    code = (
+        "\n".join(
+            read(f)
+            for part in ("minispec/**/*.py", "kernels/*.py", "*.py")
+            for f in glob.glob(part, root_dir=ROOT, recursive=True)
+        )
+        .replace("_", " ")
+        .lower()
+    )
     for word in re.findall(r"\*\*([^*]+)\*\*", read("docs/glossary.md")):
         assert re.search(rf"\b{word.lower()}", code), word
     assert not re.search(r"\b(lockstep\(|planner|unjudged|with copies)", code)

@@ -80,7 +80,8 @@ def test_states_in_training_equal_states_in_drafting(step_map, layers):
 
 def test_gradients_reach_the_keys_and_values_of_every_step():
     attend = prism.unrolled_attend()
-    steps = [[torch.randn(1, 5, 2, 4, generator=seeded(10 * i + j)).requires_grad_() for j in range(3)] for i in range(2)]
+    steps = [[torch.randn(1, 5, 2, 4, generator=seeded(10 * i + j)).requires_grad_() for j in range(3)]
+             for i in range(2)]
     [attend(0, *some) for some in steps][1].sum().backward()
     inputs = [steps[1][0], *steps[0][1:], *steps[1][1:]]
     assert all(x.grad is not None and x.grad.abs().sum() > 0 for x in inputs)

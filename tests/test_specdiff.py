@@ -325,7 +325,8 @@ def test_selection_is_the_best_of_all_paths():
             paths.append([*paths[above], row])
 
         def score(path):
-            reach = torch.stack([p[above, tokens[row - 1]] for above, row in zip([0, *path], path)] or [p[0, 0] * 0])
+            steps = [p[above, tokens[row - 1]] for above, row in zip([0, *path], path)]
+            reach = torch.stack(steps or [p[0, 0] * 0])
             return reach.cumprod(0).sum()
 
         assert best_path(tokens, parents, p) == max(paths, key=score)

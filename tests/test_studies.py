@@ -130,7 +130,9 @@ def test_eagle_reads_the_texts_before_it_is_timed(monkeypatch):
     _, eagle = specgen.serving_rows(settings, model, tokenizer, ["ar", "eagle"], 300, 2, 0, 0.65)
     assert eagle["identical"] == 2
     seen = []
-    monkeypatch.setattr(specgen, "time_interleaved", lambda cells, *_: seen.append(cells["eagle"]()) or {})
+    monkeypatch.setattr(
+        specgen, "time_interleaved", lambda cells, *_: seen.append(cells["eagle"]()) or {}
+    )
     specgen.serving_rows(settings, model, tokenizer, ["ar", "eagle"], 700, 2, 0, 0.65)
     engine, requests = seen[0]
     engine.generate(requests)
@@ -151,7 +153,9 @@ def test_stages_of_the_system_continue_texts_of_different_lengths(texts, monkeyp
     assert [r["stage"] for r in found["rows"]] == list(specgen.STAGES)
     assert whole(found["table"])
     assert found["cache_tokens"] == (sum(30 + i * 30 // 7 for i in range(8)) + 8 * 20) // 2
-    assert all(r["identical"] == 8 and r["prefill_rows"] == 8 * (specgen.K + 1) for r in found["rows"])
+    assert all(
+        r["identical"] == 8 and r["prefill_rows"] == 8 * (specgen.K + 1) for r in found["rows"]
+    )
 
 
 def test_texts_are_long_enough(tmp_path):
@@ -159,7 +163,10 @@ def test_texts_are_long_enough(tmp_path):
     first, second = (specgen.text(i, 300, tokenizer, None) for i in (0, 1))
     assert len(first) == len(second) == 300 and first != second
     other = types.SimpleNamespace(is_puzzle_model=False, encode=lambda text: list(text.encode()))
-    assert specgen.text(1, 100, other, None) == specgen.text(0, 200, other, None)[specgen.SHIFT :][:100]
+    assert (
+        specgen.text(1, 100, other, None)
+        == specgen.text(0, 200, other, None)[specgen.SHIFT :][:100]
+    )
     file = tmp_path / specgen.THOUGHTS
     file.parent.mkdir()
     file.write_text(
@@ -178,13 +185,15 @@ def test_texts_are_long_enough(tmp_path):
 
 # -- diffusion models --------------------------------------------------------------------------------
 
+
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(diffusion, "BF16", torch.float32)                  # a CPU may have no units for it
-    real = diffusion.requests_of                                           # random models never end
+    monkeypatch.setattr(diffusion, "BF16", torch.float32)  # a CPU may have no units for it
+    real = diffusion.requests_of  # random models never end
 
     def small(n):
         monkeypatch.setattr(diffusion, "requests_of", lambda *args: real(*args[:-1], n))
+
     return small
 
 
@@ -201,7 +210,7 @@ def test_diffusion_models_are_compared(toy, small):
     curves = diffusion.cdlm_curves(*toy)
     rows = curves["rows"]
     assert [r["decoder"] for r in rows[::3]] == ["student", "dual", "student", "teacher"]
-    assert rows[-1]["steps"] == 16                                         # a block of 32 slots, and one of 8
+    assert rows[-1]["steps"] == 16  # a block of 32 slots, and one of 8
     assert all(r["tau"] == r["tokens"] / r["steps"] for r in rows)
     assert whole(curves["table"])
 
@@ -240,14 +249,18 @@ def test_students_of_other_trainings_are_compared(toy, small, tmp_path, monkeypa
     arms = [(r["group"], r["training"], r["seeds"]) for r in rows[::2]]
     assert arms == [("long", "all", 2), ("long", "other", 1), ("short", "all", 1)]
     assert [r["threshold"] for r in rows] == 3 * [0.9, 0.99]
-    assert all(r["more"] == 0 and r["more_range"] == [0, 0] for r in rows)  # the same model three times
+    assert all(
+        r["more"] == 0 and r["more_range"] == [0, 0] for r in rows
+    )  # the same model three times
     assert all(1 <= r["tau"] == pytest.approx(r["tokens"] / r["steps"]) for r in rows)
     assert whole(found["table"])
     assert whole(found["short"]) and "| 0.9 |" not in found["short"]
-    assert found["short"].count("\n") == 1 + 2                             # the first "all", and "other"
+    assert found["short"].count("\n") == 1 + 2  # the first "all", and "other"
     # Each is compared with the first of its group, at its threshold: shares of the eight problems in eighths.
-    right = iter((0, 0, 2, 2, 4, 8, 7, 5))                                  # two seeds of long/all
-    solve = lambda *_: {"runs": ([i < n for n in [next(right)] for i in range(8)], [4] * 8, [40] * 8)}
+    right = iter((0, 0, 2, 2, 4, 8, 7, 5))  # two seeds of long/all
+    solve = lambda *_: {
+        "runs": ([i < n for n in [next(right)] for i in range(8)], [4] * 8, [40] * 8)
+    }
     monkeypatch.setattr(diffusion, "solve", solve)
     rows = diffusion.cdlm_ablations(args, target, tokenizer)["rows"]
     assert [r["more"] for r in rows] == [0, 0, 4 / 8, 6 / 8, 0, 0]
@@ -258,10 +271,12 @@ def test_students_of_other_trainings_are_compared(toy, small, tmp_path, monkeypa
 
 def test_figures_of_seeds_are_means_and_their_interval_is_over_problems():
     right = [[True] * 50 + [False] * 50, [True] * 100]
-    found = diffusion.figures([[right[0], [2] * 100, [30] * 100], [right[1], [4] * 100, [30] * 100]])
+    found = diffusion.figures(
+        [[right[0], [2] * 100, [30] * 100], [right[1], [4] * 100, [30] * 100]]
+    )
     low, high = found.pop("solved_range")
     assert found == {"solved": 0.75, "steps": 3, "tokens": 30, "tau": 10}
-    assert 0.68 < low < 0.72 and 0.78 < high < 0.82                        # 0.75 +- 2 * 0.25 / 10
+    assert 0.68 < low < 0.72 and 0.78 < high < 0.82  # 0.75 +- 2 * 0.25 / 10
     assert diffusion.figures([[[1] * 9] * 3])["solved_range"] == [1, 1]
 
 
@@ -289,7 +304,12 @@ def test_drafters_of_both_kinds_are_compared_on_the_same_prompts(toy, tmp_path, 
     own; other folders are not drafters."""
     monkeypatch.setattr(drafters, "NEW", 12)
     args, target, tokenizer = toy
-    for name, folder in (("x/a", "prism"), ("x/b", "prism"), ("y/c", "specdiff"), ("y/d", "target")):
+    for name, folder in (
+        ("x/a", "prism"),
+        ("x/b", "prism"),
+        ("y/c", "specdiff"),
+        ("y/d", "target"),
+    ):
         shutil.copytree(tmp_path / folder, tmp_path / "arms" / name)
     args.drafter = str(tmp_path / "arms")
     monkeypatch.setattr(methods, "folder_of", lambda name, settings: settings.drafter)
@@ -297,7 +317,8 @@ def test_drafters_of_both_kinds_are_compared_on_the_same_prompts(toy, tmp_path, 
     rows = {(r["temperature"], r["method"]): r for r in found["rows"] if r["workload"] == "all"}
     assert list(rows) == [(t, name) for t in (0, 0.7) for name in ("x: a", "x: b", "y: c")]
     for t in (0, 0.7):
-        assert rows[t, "x: a"] == {**rows[t, "x: b"], "method": "x: a"} and rows[t, "x: b"]["ratio_range"] == [1, 1]
+        assert rows[t, "x: a"] == {**rows[t, "x: b"], "method": "x: a"}
+        assert rows[t, "x: b"]["ratio_range"] == [1, 1]
         assert rows[t, "y: c"]["ratio"] == 1
     args.drafter = str(tmp_path)
     monkeypatch.setattr(drafters.methods, "TRAINED", {})
@@ -341,13 +362,15 @@ def test_a_real_models_greedy_answers_end_before_they_loop(monkeypatch, shipped)
     assert [t.n_out for t in some] == [10, 6]
 
 
-@pytest.mark.parametrize("how, workloads", [(run.SMALL, 6), (run.SMALL, 5), (run.REAL, 9), (run.ANSWERS, 9),
-                                            (run.ANSWERS, 6)])
+@pytest.mark.parametrize(
+    "how, workloads",
+    [(run.SMALL, 6), (run.SMALL, 5), (run.REAL, 9), (run.ANSWERS, 9), (run.ANSWERS, 6)],
+)
 def test_mixtures_have_as_many_problems_of_each_workload(how, workloads):
     ids = [f"{w}/{i}" for i in range(how.traced) for w in range(workloads)]
     mixed = [own for name, _, own, _ in run.cells_of(ids, how, {}) if name.startswith("mixed")]
     assert len(mixed) == len(how.mixed) + len(how.sampled)
-    assert how.traced <= run.PRICED                      # no problem has fitted the prices
+    assert how.traced <= run.PRICED  # no problem has fitted the prices
     for own in mixed:
         assert len({sum(i.startswith(f"{w}/") for i in own) for w in range(workloads)}) == 1
 
@@ -371,7 +394,9 @@ def test_cells_take_turns_and_leave_no_cache_behind(batch, turns, monkeypatch):
         return out
 
     monkeypatch.setattr(results, "answer", watched)
-    runs = results.time_interleaved({name: partial(build, name) for name in "ab"}, 2, "", warm_up=False)
+    runs = results.time_interleaved(
+        {name: partial(build, name) for name in "ab"}, 2, "", warm_up=False
+    )
     assert "".join(order) == turns * 2 and (batch == 1 or set(caches) == {1})
     for run_of in runs["a"] + runs["b"]:
         assert [len(g.token_ids) for g in run_of.generations] == [4, 3] and len(run_of.rates) == 2
@@ -380,7 +405,10 @@ def test_cells_take_turns_and_leave_no_cache_behind(batch, turns, monkeypatch):
 def test_adaptive_and_the_price_table_draft_whole_windows(shipped, capsys):
     """Chains may be longer than in training, a window may not."""
     found = methods.chain_drafters(shipped[0], methods.settings(), 32)
-    assert found["prism"].depth == 32 and found["specdiff"].gamma == found["specdiff"].config.gamma < 32
+    assert (
+        found["prism"].depth == 32
+        and found["specdiff"].gamma == found["specdiff"].config.gamma < 32
+    )
     # One that cannot be used is named.
     one = methods.settings(drafter=f"{ROOT}/checkpoints/prism")
     assert list(methods.chain_drafters(shipped[0], one, 32)) == ["ngram", "prism", "eagle"]
@@ -423,10 +451,22 @@ def test_the_short_table_has_both_models_and_marks_the_best_of_the_papers(tmp_pa
     means = {"result": {"means": {"prism": "2.50 (2-3)"}}}
     (tmp_path / "results" / "speed.json").write_text(json.dumps(means))
     monkeypatch.setattr(run, "ROOT", f"{tmp_path}/")
-    lines = [{"method": name, run.MEAN: f"{mean} (1-2)"} for name, mean in
-             (("eagle", "1.90"), ("prism", "1.50"), ("prism --tree 8", "1.70"), ("ngram", "1.40"))]
+    lines = [
+        {"method": name, run.MEAN: f"{mean} (1-2)"}
+        for name, mean in (
+            ("eagle", "1.90"),
+            ("prism", "1.50"),
+            ("prism --tree 8", "1.70"),
+            ("ngram", "1.40"),
+        )
+    ]
     found = run.short(lines)
-    assert [x[run.MEAN] for x in found] == ["1.90 (1-2)", "1.50 (1-2)", "**1.70 (1-2)**", "1.40 (1-2)"]
+    assert [x[run.MEAN] for x in found] == [
+        "1.90 (1-2)",
+        "1.50 (1-2)",
+        "**1.70 (1-2)**",
+        "1.40 (1-2)",
+    ]
     assert [x[run.SMALL_MODEL] for x in found] == ["", "2.50 (2-3)", "", ""]
 
 
@@ -434,9 +474,19 @@ def test_loops_are_compared_on_the_same_prompts():
     def row(workload, method, ids, rates):
         return {"workload": workload, "method": method, "ids": ids, "rates": rates, "tau": 3.0}
 
-    rows = [row("a", "ar", ["a/0", "a/1"], [10, 10]), row("a", "ngram", ["a/0", "a/1"], [12, 99]),
-            row("b", "ar", ["b/0"], [20]), row("b", "ngram", ["b/0"], [32]),
-            row(run.WHOLE, "ar", ["a/0", "b/0"], [10, 20]), row(run.WHOLE, "ngram", ["a/0", "b/0"], [30, 40])]
+    rows = [
+        row("a", "ar", ["a/0", "a/1"], [10, 10]),
+        row("a", "ngram", ["a/0", "a/1"], [12, 99]),
+        row("b", "ar", ["b/0"], [20]),
+        row("b", "ngram", ["b/0"], [32]),
+        row(run.WHOLE, "ar", ["a/0", "b/0"], [10, 20]),
+        row(run.WHOLE, "ngram", ["a/0", "b/0"], [30, 40]),
+    ]
     _, line = run.loops_table(rows)
-    assert line == {"method": "ngram", "prompts": 2, "answers that end at the loop": "1.40",
-                    "whole answers": "2.50", "tau of whole answers": "3.0"}
+    assert line == {
+        "method": "ngram",
+        "prompts": 2,
+        "answers that end at the loop": "1.40",
+        "whole answers": "2.50",
+        "tau of whole answers": "3.0",
+    }

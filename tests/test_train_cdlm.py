@@ -1,5 +1,6 @@
 """Training of CDLM: states, losses against slow references, the training script on toy models.
 Numbers in comments are the statements of the checklist that the paper's notes end with."""
+
 import contextlib
 import io
 import json
@@ -22,11 +23,12 @@ from minispec.data.tokenizer import Tokenizer
 from minispec.tools import checkpoints
 from minispec.tools.training import Optimizer
 
-STARTS = torch.arange(0, L, B)   # of the blocks of L slots
+STARTS = torch.arange(0, L, B)  # of the blocks of L slots
 EOS = 45
 
 
 # -- losses (13, 14, 15) -------------------------------------------------------------------------------------
+
 
 def distillation(model, batch, k, reverse=False):
     """Every block has lived k steps."""
@@ -38,7 +40,7 @@ def consistency(model, batch, reverse=False):
     return cdlm.consistency_loss(model, batch, MASK, seeded(), reverse)
 
 
-def test_drawn_states_are_all_states_of_open_blocks():                             # 13
+def test_drawn_states_are_all_states_of_open_blocks():  # 13
     live = torch.tensor([L, B])
     k = torch.stack([cdlm.draw_states(live, L, B, seeded(i)) for i in range(300)])
     for block, first in enumerate(STARTS.tolist()):
@@ -47,29 +49,33 @@ def test_drawn_states_are_all_states_of_open_blocks():                          
 
 
 @pytest.mark.parametrize("live, some", [([B] * 4, False), ([L] * 4, True)])
-def test_only_later_blocks_of_the_text_have_a_consistency_loss(model, trajectories, live, some):       # 13
+def test_only_later_blocks_of_the_text_have_a_consistency_loss(
+    model, trajectories, live, some
+):  # 13
     loss = consistency(model, {**trajectories, "live": torch.tensor(live)})
     assert (loss > 0) == some
-    loss.backward()                                      # trained alone, such a batch does no harm
+    loss.backward()  # trained alone, such a batch does no harm
     assert any(p.grad is not None and p.grad.any() for p in model.parameters()) == some
     model.zero_grad()
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_consistency_loss_by_hand(model, trajectories, reverse):                   # 13
+def test_consistency_loss_by_hand(model, trajectories, reverse):  # 13
     drawn = (torch.rand(4, generator=seeded()) * L).long().tolist()
     want = 0.0
     for row, (prompt, k) in enumerate(zip(PROMPTS, drawn)):
         end = (k // B + 1) * B
-        goal, q = (dense(model, prompt, at(trajectories, torch.full((4,), step))[row].tolist())[end:]
-                   for step in (end, k))
+        goal, q = (
+            dense(model, prompt, at(trajectories, torch.full((4,), step))[row].tolist())[end:]
+            for step in (end, k)
+        )
         if end < L:
             want += cdlm.kl(goal, q, reverse).mean().item() / 4
     assert want > 0
     assert consistency(model, trajectories, reverse).item() == pytest.approx(want, rel=1e-3)
 
 
-def test_consistency_gradient_reaches_one_side_only(model, trajectories, monkeypatch):                 # 14
+def test_consistency_gradient_reaches_one_side_only(model, trajectories, monkeypatch):  # 14
     grads = []
     real = cdlm.answer_hidden
 
@@ -83,8 +89,10 @@ def test_consistency_gradient_reaches_one_side_only(model, trajectories, monkeyp
     assert grads == [False, True]
 
 
-@pytest.mark.parametrize("rounded", [False, True])       # training multiplies in bf16: KL must stay in fp32
-def test_kl_is_its_definition(rounded):                                            # 14, 17
+@pytest.mark.parametrize(
+    "rounded", [False, True]
+)  # training multiplies in bf16: KL must stay in fp32
+def test_kl_is_its_definition(rounded):  # 14, 17
     a, b = torch.randn(2, 5, 20, generator=seeded(), requires_grad=True)
     p = a.softmax(-1)
     q = b.softmax(-1)
@@ -102,7 +110,7 @@ def test_kl_is_its_definition(rounded):                                         
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_a_model_has_nothing_to_learn_from_its_own_last_step(model, reverse):      # 14
+def test_a_model_has_nothing_to_learn_from_its_own_last_step(model, reverse):  # 14
     """Trajectories of the model itself, block-causal: in a block's last step the only masked slot is
     predicted from the state in which it was revealed; earlier states know less."""
     asked = requests(length=L)
@@ -122,7 +130,7 @@ def dlm_loss(model, batch, rate, counted, g, block_causal):
 
 
 @pytest.mark.parametrize("block_causal", [False, True])
-def test_dlm_loss_by_hand(model, trajectories, block_causal):                      # 15
+def test_dlm_loss_by_hand(model, trajectories, block_causal):  # 15
     answer = trajectories["answer"]
     rate = torch.tensor([0.25, 0.5, 0.75, 1.0])[:, None].expand(-1, L)
     masked = torch.rand(answer.shape, generator=seeded(3)) < rate
@@ -131,7 +139,7 @@ def test_dlm_loss_by_hand(model, trajectories, block_causal):                   
     for row, prompt in enumerate(PROMPTS):
         for block in STARTS.tolist() if block_causal else [0]:
             noisy = masked[row].clone()
-            if block_causal:                             # the other blocks are clean
+            if block_causal:  # the other blocks are clean
                 noisy &= torch.arange(L) // B == block // B
             logits = dense(model, prompt, answer[row].masked_fill(noisy, MASK).tolist(), mask)
             loss = torch.nn.functional.cross_entropy(logits, answer[row], reduction="none")
@@ -141,19 +149,23 @@ def test_dlm_loss_by_hand(model, trajectories, block_causal):                   
     assert got == pytest.approx(want, rel=1e-3)
 
 
-@pytest.mark.parametrize("rates, block_causal", [(cdlm.student_rates, True), (cdlm.teacher_rates, False)])
-def test_dlm_loss_of_a_uniform_model_is_log_v(trajectories, rates, block_causal):                     # 15
+@pytest.mark.parametrize(
+    "rates, block_causal", [(cdlm.student_rates, True), (cdlm.teacher_rates, False)]
+)
+def test_dlm_loss_of_a_uniform_model_is_log_v(trajectories, rates, block_causal):  # 15
     flat = toy_model(gain=0.0, n_layer=1)
     g = seeded()
     big = {name: x.repeat(16, *[1] * (x.ndim - 1)) for name, x in trajectories.items()}
-    losses = [dlm_loss(flat, big, *rates(big["answer"], EOS, B, g), g, block_causal) for _ in range(30)]
-    assert sum(losses) / 30 == pytest.approx(math.log(63), rel=0.04)     # the mask is never predicted
+    losses = [
+        dlm_loss(flat, big, *rates(big["answer"], EOS, B, g), g, block_causal) for _ in range(30)
+    ]
+    assert sum(losses) / 30 == pytest.approx(math.log(63), rel=0.04)  # the mask is never predicted
 
 
 # -- states --------------------------------------------------------------------------------------------------
 
-TEXTS = (17, 3, 27, 8)           # tokens of answers; a text that fills its block ends in the next one
-OPENED = [3, 1, 4, 2]            # blocks
+TEXTS = (17, 3, 27, 8)  # tokens of answers; a text that fills its block ends in the next one
+OPENED = [3, 1, 4, 2]  # blocks
 
 
 @pytest.fixture
@@ -188,7 +200,7 @@ def test_teacher_rates(answers):
             assert (rates[block] == rates[first]).all()
             assert 1 / B <= rates[first] <= 1
             assert (rates[:first] == 0).all()
-            assert (rates[first + B:] == 1).all()
+            assert (rates[first + B :] == 1).all()
     assert seen == [set(range(n)) for n in OPENED]
 
 
@@ -196,8 +208,10 @@ def test_turns_follow_the_text_in_a_share_of_the_blocks():
     length = 64
     block = 32
     g = seeded()
-    plain, some, ordered = (cdlm.turns((2000, length), block, g, share) for share in (0.0, 0.5, 1.0))
-    for turn in (plain, ordered):                        # the rates are kept, more or less
+    plain, some, ordered = (
+        cdlm.turns((2000, length), block, g, share) for share in (0.0, 0.5, 1.0)
+    )
+    for turn in (plain, ordered):  # the rates are kept, more or less
         for rate in (0.1, 0.5, 0.9):
             assert abs((turn < rate).float().mean() - rate) < 0.07
     first = lambda turn: (turn < 0.5)[:, [0, block]].float().mean()
@@ -215,22 +229,28 @@ def test_mask_rates_cover_the_interval_evenly():
     assert ((rates - 1e-3) * 100 / 0.999).long().unique().tolist() == list(range(100))
 
 
-def test_blocks_that_no_text_opened_are_left_out_and_change_no_loss(model, trajectories, monkeypatch):
+def test_blocks_that_no_text_opened_are_left_out_and_change_no_loss(
+    model, trajectories, monkeypatch
+):
     live = torch.tensor([2 * B, B, B, 2 * B])
     short = {**trajectories, "live": live}
     cut = train_cdlm.ready(short, "cpu")
     assert {cut[name].shape[1] for name in ("tokens", "rank", "hidden")} == {2 * B}
     k = STARTS + torch.where(STARTS < live[:, None], 3, B)
-    distill = [cdlm.distillation_loss(model, model.head.weight, batch, k[:, :n], MASK)
-               for batch, n in ((short, 4), (cut, 2))]
+    distill = [
+        cdlm.distillation_loss(model, model.head.weight, batch, k[:, :n], MASK)
+        for batch, n in ((short, 4), (cut, 2))
+    ]
     cons = [consistency(model, batch) for batch in (short, cut)]
     # The same for reference answers: a whole block of ends of text behind them.
     monkeypatch.setattr(model.config, "eos_id", EOS)
     examples = [(prompt, [7] * n + [EOS] * (L - n)) for prompt, n in zip(PROMPTS, (3, 9, 7, 12))]
     batch = train_cdlm.reference_batch(model, examples, True, seeded())
     assert batch["answer"].shape == (4, 2 * B)
-    more = {name: torch.nn.functional.pad(batch[name], (0, B), value=value)
-            for name, value in (("answer", EOS), ("masked", False), ("counted", False), ("rate", 0.5))}
+    more = {
+        name: torch.nn.functional.pad(batch[name], (0, B), value=value)
+        for name, value in (("answer", EOS), ("masked", False), ("counted", False), ("rate", 0.5))
+    }
     dlm = [cdlm.dlm_loss(model, x, MASK, True) for x in (batch, {**batch, **more})]
     for one, other in (distill, cons, dlm):
         assert one.item() == pytest.approx(other.item(), rel=1e-4) and one > 0
@@ -239,7 +259,8 @@ def test_blocks_that_no_text_opened_are_left_out_and_change_no_loss(model, traje
 
 # -- the script (12, 16, 17) ---------------------------------------------------------------------------------
 
-def test_student_learns_the_trajectories_in_a_third_of_the_steps():                # 16
+
+def test_student_learns_the_trajectories_in_a_third_of_the_steps():  # 16
     torch.manual_seed(0)
     prompts = [torch.randint(0, 60, (6,)).tolist() for _ in range(8)]
     length = 16
@@ -247,11 +268,11 @@ def test_student_learns_the_trajectories_in_a_third_of_the_steps():             
     teacher = toy_model(n_layer=3)
     with torch.no_grad():
         teacher.embed.weight[MASK] *= 0.01
-        teacher.head.weight *= 60                        # sure of its tokens: the student can pass 0.9
+        teacher.head.weight *= 60  # sure of its tokens: the student can pass 0.9
     batch = collected(teacher, requests(prompts, length))
     g = seeded()
     student = toy_model(d_model=64, head_dim=16, d_ff=128, gain=1.0)
-    optimizer = Optimizer(student, muon=True)            # as the script
+    optimizer = Optimizer(student, muon=True)  # as the script
     for step in range(steps):
         k = cdlm.draw_states(batch["live"], length, B, g)
         cdlm.distillation_loss(student, teacher.head.weight, batch, k, MASK).backward()
@@ -273,7 +294,7 @@ def train(monkeypatch, target, out, *args, gen_length=160):
     run_script(train_cdlm, f"--out {out} {SMALL} --target {target}", *words(*args))
 
 
-NOTES = {"in order": []}            # of the run `trained`
+NOTES = {"in order": []}  # of the run `trained`
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +309,7 @@ def trained(toy, tmp_path_factory):
 
     def watched(confidence, *args):
         picked = pick(confidence, *args)
-        assert picked == [confidence.index(max(confidence))]         # the most confident slot first
+        assert picked == [confidence.index(max(confidence))]  # the most confident slot first
         return picked
 
     shown = io.StringIO()
@@ -330,7 +351,9 @@ seed | --seed 8 | distill cons dlm
 
 
 @pytest.mark.parametrize("name, options, losses", table(ARMS))
-def test_ablations_share_teacher_and_trajectories(trained, toy, name, options, losses, monkeypatch):   # 17
+def test_ablations_share_teacher_and_trajectories(
+    trained, toy, name, options, losses, monkeypatch
+):  # 17
     """A loss without weight is not computed."""
     monkeypatch.setattr(train_cdlm, "collect", None)
     train(monkeypatch, toy, trained, f"--steps 2 --name {name} {options}")
@@ -340,9 +363,15 @@ def test_ablations_share_teacher_and_trajectories(trained, toy, name, options, l
 def test_other_trajectories_of_the_same_teacher(trained, toy, tmp_path, monkeypatch, capsys):
     kinds = set()
     spans = cdlm.Decoder.spans
-    monkeypatch.setattr(cdlm.Decoder, "spans", lambda self, a: kinds.add(self.kind) or spans(self, a))
-    train(monkeypatch, toy, tmp_path, f"--teacher {trained}/teacher --steps 2 --order first --temperatures 0 "
-          "--dual")
+    monkeypatch.setattr(
+        cdlm.Decoder, "spans", lambda self, a: kinds.add(self.kind) or spans(self, a)
+    )
+    train(
+        monkeypatch,
+        toy,
+        tmp_path,
+        f"--teacher {trained}/teacher --steps 2 --order first --temperatures 0 " "--dual",
+    )
     assert kinds == {"dual"}
     rank = recorded(tmp_path)["rank"]
     assert torch.equal(rank, torch.arange(160).expand(3, -1))
@@ -374,8 +403,8 @@ def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path, mo
             patch.setattr(owner, name, counted)
             train(patch, toy, tmp_path, "--weights 1 0.5 1")
 
-    kill_after(2 * (4 + 1) + 1, cdlm, "dlm_loss")        # in the teacher's step 10
-    kill_after(2, train_cdlm, "collect")                 # before the third shard
+    kill_after(2 * (4 + 1) + 1, cdlm, "dlm_loss")  # in the teacher's step 10
+    kill_after(2, train_cdlm, "collect")  # before the third shard
     shards = tmp_path / "trajectories"
     assert len(list(shards.glob("*.safetensors"))) == 2
     (shards / "00002.safetensors.tmp").write_bytes(b"half")
@@ -386,7 +415,9 @@ def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path, mo
         a, b = (load_file(folder / f"{name}.safetensors") for folder in (trained, tmp_path))
         assert all(torch.equal(a[n], b[n]) for n in a), name
     for stage in ("teacher", "student"):
-        one, two = ([{**r, "seconds": 0} for r in log(folder / stage)] for folder in (trained, tmp_path))
+        one, two = (
+            [{**r, "seconds": 0} for r in log(folder / stage)] for folder in (trained, tmp_path)
+        )
         assert one == two
 
 
@@ -399,34 +430,40 @@ def test_the_script_reveals_the_most_confident_slot_first(trained):
     assert f"6 trajectories; {share:.0%} of the reveals left a masked slot" in NOTES["shown"]
 
 
-def test_trajectory_files(trained):                                                # 12
+def test_trajectory_files(trained):  # 12
     files = sorted((trained / "trajectories").glob("*.safetensors"))
     assert [file.name for file in files] == [f"0000{i}.safetensors" for i in range(3)]
-    assert files[0].stat().st_size < 2 * (160 * 32 * 2 + 160 * 8 * 3 + 2000)         # hidden rows in 16 bit
+    assert files[0].stat().st_size < 2 * (
+        160 * 32 * 2 + 160 * 8 * 3 + 2000
+    )  # hidden rows in 16 bit
     data = recorded(trained)
     assert data["hidden"].shape == (6, 160, 32)
     assert all(data[name].shape == (6, 160) for name in ("prompt", "tokens", "rank"))
-    assert torch.equal(data["prompt"][0], data["prompt"][1])             # two temperatures of one problem
+    assert torch.equal(data["prompt"][0], data["prompt"][1])  # two temperatures of one problem
     batch = train_cdlm.ready(data, "cpu")["prompt"]
     first = [prompt[prompt != cdlm.PADDING][0].item() for prompt in batch]
     assert set(first) == {Tokenizer.load(TARGET).special["<|bos|>"]}
     assert (batch[:, 0] != cdlm.PADDING).any()
 
 
-@pytest.mark.parametrize("more, message", table(r"""
+@pytest.mark.parametrize(
+    "more, message",
+    table(r"""
     --prompts 4 | begun with prompts 3, not 4; use another folder or the same settings
     --order first | begun with order surest, not first
     --dual | begun with dual False, not True
     --temperatures 0 | begun with temperatures \[0.0, 0.5\], not \[0.0\]
     --prompt-length 161 | begun with prompt_length 160, not 161
     --teacher {toy} | trajectories.* was begun with teacher .*, not
-"""))
+"""),
+)
 def test_trajectories_of_other_settings_are_refused(trained, toy, more, message, monkeypatch):
     with pytest.raises(ValueError, match=message):
         train(monkeypatch, toy, trained, f"--name other {more.format(toy=toy)}")
 
 
 # -- another target ------------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
@@ -440,8 +477,11 @@ def other(tmp_path_factory):
     (target / "chat_template.jinja").write_text("{{ messages[0].content }}!")
     rows = [json.dumps({"prompt": f"Is {i} more than {i * i}?"}) + "\n" for i in range(60)]
     (folder / "prompts.jsonl").write_text("".join(rows))
-    run_script(rollouts, f"--target {target} --out {folder}/answers --prompts 12 --heldout 3 --prompt-file "
-               f"{folder}/prompts.jsonl --max-new-tokens 40 --device cpu")
+    run_script(
+        rollouts,
+        f"--target {target} --out {folder}/answers --prompts 12 --heldout 3 --prompt-file "
+        f"{folder}/prompts.jsonl --max-new-tokens 40 --device cpu",
+    )
     return str(target), str(folder / "answers")
 
 
@@ -452,13 +492,13 @@ def test_a_target_that_knows_no_masks_is_trained_end_to_end(other, tmp_path, mon
     # OUT/target: one token more, with the mean of the others as its embedding.
     old = checkpoints.load(target)
     new = checkpoints.load(tmp_path / "target")
-    assert new.config.eos_id == Tokenizer.load(target).ends[0]           # it fills up the answers
+    assert new.config.eos_id == Tokenizer.load(target).ends[0]  # it fills up the answers
     for (name, was), now in zip(old.named_parameters(), new.parameters()):
-        assert torch.equal(was, now[:len(was)])
+        assert torch.equal(was, now[: len(was)])
         assert now.shape == was.shape or torch.allclose(was.mean(0), now[2048]), name
     assert new.embed.weight.shape[0] == new.head.weight.shape[0] == 2049
     data = recorded(tmp_path)
-    assert 2 <= len(data["live"]) <= 24                                  # two of each of at most 12 prompts
+    assert 2 <= len(data["live"]) <= 24  # two of each of at most 12 prompts
     assert (data["tokens"] != 2048).all()
     assert f"{len(data['live'])} trajectories; " in capsys.readouterr().out
     for stage in ("target", "teacher", "student"):
@@ -471,8 +511,11 @@ def test_a_target_that_knows_no_masks_is_trained_end_to_end(other, tmp_path, mon
         assert checkpoints.load(tmp_path / stage).config.diffusion_block_size == 4
     first, *_, last = log(tmp_path / "student")
     assert last["distill"] < first["distill"]
-    run_script(decode, f"--model {target} --method cdlm --drafter {tmp_path}/student --prompt 'Is 2 more?' "
-               f"--max-new-tokens 32 --threshold 0 --json {tmp_path}/o")
+    run_script(
+        decode,
+        f"--model {target} --method cdlm --drafter {tmp_path}/student --prompt 'Is 2 more?' "
+        f"--max-new-tokens 32 --threshold 0 --json {tmp_path}/o",
+    )
     assert 1 <= json.loads((tmp_path / "o").read_text())["counts"]["forwards"] <= 8
     train(monkeypatch, target, tmp_path, options, gen_length=32)
     assert capsys.readouterr().out.count("is complete") == 2
@@ -510,7 +553,9 @@ def test_bad_input_is_one_line(args, message, other, toy, tmp_path, monkeypatch)
         train(monkeypatch, args, tmp_path)
 
 
-def test_a_block_size_that_does_not_divide_the_answer_is_refused(toy, tmp_path, monkeypatch, capsys):
+def test_a_block_size_that_does_not_divide_the_answer_is_refused(
+    toy, tmp_path, monkeypatch, capsys
+):
     with pytest.raises(SystemExit):
         train(monkeypatch, toy, tmp_path, "--block-size 5")
     assert "argument --block-size: invalid choice: 5" in capsys.readouterr().err
@@ -546,7 +591,7 @@ def test_a_tokenizer_without_added_tokens_gets_a_mask(other, tmp_path):
     old, data["added_tokens"] = data["added_tokens"], []
     file.write_text(json.dumps(data))
     train_cdlm.with_mask(str(tmp_path / "target"), str(tmp_path / "masked"))
-    token, = json.loads((tmp_path / "masked" / "tokenizer.json").read_text())["added_tokens"]
+    (token,) = json.loads((tmp_path / "masked" / "tokenizer.json").read_text())["added_tokens"]
     assert token["id"] == min(x["id"] for x in old) and set(token) <= set(old[0])
 
 
@@ -562,6 +607,8 @@ def test_a_bug_while_recording_is_no_error_of_a_file(trained, toy, tmp_path, mon
 def test_a_learning_rate_of_0_teaches_nothing(trained, toy, tmp_path, monkeypatch):
     shutil.copytree(trained / "trajectories", tmp_path / "trajectories")
     train(monkeypatch, toy, tmp_path, f"--teacher {trained}/teacher --steps 1 --lr 0")
-    teacher, student = (load_file(folder / "model.safetensors")
-                        for folder in (trained / "teacher", tmp_path / "student"))
+    teacher, student = (
+        load_file(folder / "model.safetensors")
+        for folder in (trained / "teacher", tmp_path / "student")
+    )
     assert all(torch.equal(x, student[name]) for name, x in teacher.items())

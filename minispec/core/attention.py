@@ -184,7 +184,7 @@ class FewRows:
         cache = self.cache
         if len(members) == 1 and cache.lies_together(members[0].blocks, members[0].length):
             return OneRequest().plan(members)
-        # 1. n rows for every request, padded with copies of its last row; and the m blocks that are read.
+        # 1. n rows for every request: its last row is repeated. And the m blocks that are read.
         n = max(keys.n for keys in members)
         is_row = torch.tensor([i < keys.n for keys in members for i in range(n)])
         padded = is_row.cumsum(0) - 1                                          # (B * n,) of the N rows
