@@ -61,7 +61,7 @@ BAD = f"""
 --method eagle --drafter {DRAFT} | this is not a drafter made by train_prism.py
 --method specgen --k 0 | argument --k: must be 1 or more, got 0
 --method ngram --k 1000 | k 1000 is out of range
---k many | argument --k: invalid positive value: 'many'
+--k many | argument --k: must be 1 or more, got many
 --temperature -1 | temperature -1.0 is out of range
 --admission luck | invalid choice: 'luck' (choose from
 --top-p 0 | top-p 0.0 is out of range
