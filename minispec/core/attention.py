@@ -32,8 +32,8 @@ from minispec.core.kv_cache import KVCache
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 FEW = 64            # rows of a request up to which it is computed together with others; a prompt has more
-MOST_PADDING = 80_000       # padding rows times keys of a group; with more, two groups are faster
-MOST_UNREAD = 16            # blocks between two spans; over more of them, one product takes longer than two
+MOST_PADDING = 20_000       # padding rows times keys of a group; with more, two groups are faster
+MOST_UNREAD = 16            # rows times blocks between two spans; with more, two products are faster
 
 
 # -- decoding: one packed batch, a keys object for every request ---------------------------------------------
@@ -190,7 +190,7 @@ class FewRows:
         padded = is_row.cumsum(0) - 1                                          # (B * n,) of the N rows
         own_rows = is_row.nonzero()[:, 0]                                      # (N,) of the B * n rows
         longest = max(cache.blocks_for(keys.length) for keys in members)       # blocks of a request
-        blocks, owner, number = blocks_in_order(members, cache, unseen=longest)
+        blocks, owner, number = blocks_in_order(members, cache, n, unseen=longest)
         spans = neighbours(blocks, cache)
 
         # 2. The mask of those blocks that some row does not see as a whole.
@@ -253,11 +253,11 @@ class FewRows:
         return writer(members), read
 
 
-def blocks_in_order(members, cache, unseen):
+def blocks_in_order(members, cache, n, unseen):
     """The m blocks that FewRows reads, in the order of the pool: their numbers there, the requests that they
     belong to, and their numbers in the tables of these requests. A block that several requests share is
-    repeated for each of them, after all other blocks. Up to MOST_UNREAD blocks that lie between two are read,
-    too, as number `unseen` of the request before them; their contents must be finite."""
+    repeated for each of them, after all other blocks. A few blocks that lie between two are read, too, as
+    number `unseen` of the request before them; their contents must be finite. n: rows of each request."""
     readers = Counter()
     entries = []                                         # (readers before, block, request, number)
     for i, keys in enumerate(members):
@@ -269,7 +269,7 @@ def blocks_in_order(members, cache, unseen):
     for entry in entries[1:]:
         _, last, owner, _ = read[-1]
         between = range(last + 1, entry[1])
-        if len(between) <= MOST_UNREAD:
+        if len(between) * n <= MOST_UNREAD:
             read += [(0, block, owner, unseen) for block in between]
         read.append(entry)
     _, *columns = zip(*read)
