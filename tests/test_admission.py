@@ -178,7 +178,8 @@ def test_fuzz(part):
 BEGINNING = [(7 * i) % 60 for i in range(41)]
 
 
-@pytest.mark.parametrize("name, policy", [*zip(SCHEDULERS, admission.POLICIES)])
+@pytest.mark.parametrize("policy", admission.POLICIES)
+@pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_common_beginning_is_read_once(name, policy):
     """Questions about one text, at once and one after the other: only the first request reads the text."""
     some = [BEGINNING + tail for tail in prompts(6, longest=9)]

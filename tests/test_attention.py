@@ -71,7 +71,9 @@ def scattered(cache, sizes, order):
 
 @pytest.mark.parametrize("rows", [(1, 1, 1), (5, 5, 5), (1, 1, 4), (3, 4, 3)])
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("order, most", [("together", 99), ("apart", 99), ("mixed", 99), ("apart", 0)])
+@pytest.mark.parametrize(
+    "order, most", [("together", 10**6), ("apart", 10**6), ("mixed", 10**6), ("apart", 0)]
+)
 def test_requests_are_served_together_wherever_their_blocks_lie(rows, heads, order, most, monkeypatch):
     """Logits of every request, and its scores, are those that it has alone. most: padding, and blocks between
     that are read, too."""
@@ -113,6 +115,22 @@ def test_requests_with_other_numbers_of_rows_are_padded_until_that_costs_more_th
     blocks = spans[0][2].blocks
     two = [(0, 3, FullKeys(cache, blocks, 10, 3)), (3, 4, FullKeys(cache, blocks, 9, 1))]
     assert len(attention.computed_together(two)) == 2
+
+
+def test_few_blocks_between_two_are_read_with_them(monkeypatch):
+    """Rows count: what is read for one row is too much for two."""
+    monkeypatch.setattr(attention, "MOST_UNREAD", 3)
+    cache = KVCache(toy_model().config, 100)
+    some = [
+        FullKeys(cache, Allocation(table), cache.block * len(table) - 1, 1) for table in ([0, 5, 1], [9, 1])
+    ]
+    read = list(zip(*attention.blocks_in_order(some, cache, 1, unseen=3)))
+    gaps = [(2, 0, 3), (3, 0, 3), (4, 0, 3)], [(6, 0, 3), (7, 0, 3), (8, 0, 3)]
+    own = [(0, 0, 0), (1, 0, 2)], [(5, 0, 1)], [(9, 1, 0), (1, 1, 1)]         # the last one is shared
+    assert read == [*own[0], *gaps[0], *own[1], *gaps[1], *own[2]]
+    assert len(attention.neighbours([block for block, *_ in read], cache)) == 2
+    few = list(zip(*attention.blocks_in_order(some, cache, 2, unseen=3)))
+    assert few == [*own[0], *own[1], *own[2]]
 
 
 def test_several_requests_are_read_block_by_block(monkeypatch):

@@ -94,6 +94,22 @@ def test_settings_out_of_range_are_one_line(files, args, named):
     assert named in refused(files, args.replace("FOLDER", str(files)))
 
 
+BAD = """
+t.jsonl | None | cannot read .*t.jsonl
+c.json | None | cannot read .*c.json
+c.json | {"verify": {"kind": "linear", "base": "fast"}} | c.json: verify.base must be numbers
+t.jsonl | | no trace in this file
+t.jsonl | {"id": "a", "prompt_len": 4, "n_out": 2, "accept": {"ngram": [0, 9]}} | t.jsonl:1: accept.ngram.1. m
+c.json | {"verify": {"kind": "linear", "base": 1}} | are not in the cost table
+"""
+
+
+@pytest.mark.parametrize("file, content, message", table(BAD))
+def test_a_bad_file_is_named_in_one_line(files, file, content, message):
+    os.remove(files / file) if content == "None" else (files / file).write_text(content)
+    assert re.search(message, refused(files))
+
+
 def drawings(found, some):
     """What docs/plots.py draws of own files, next to the first; nothing without matplotlib."""
     if importlib.util.find_spec("matplotlib"):

@@ -105,7 +105,8 @@ def test_bad_input_gets_one_line_and_leaves_nothing(args, message, toy, tmp_path
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("method, temperature", [("ar", 1), ("specgen", 0), ("cdlm", 0)])
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("method", ["ar", "ngram", "draft", "specgen", "cdlm"])
 def test_logits_that_are_no_numbers_end_a_run_in_one_line(method, temperature, tmp_path):
     """The weights are finite, the activations are not."""
     folder = save_toy_target(tmp_path)

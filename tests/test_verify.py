@@ -121,7 +121,7 @@ def simulate(sampling, drafter, share_coin=False, k=2):
     return chi_square(counts, (p0[:, None] * p1).flatten()), torch.tensor(lengths)
 
 
-SAMPLINGS = [Sampling(1.0), Sampling(0.7, 0, 0.8)]
+SAMPLINGS = [Sampling(t, 0, top_p) for t in (0.7, 1.0) for top_p in (1.0, 0.8)]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

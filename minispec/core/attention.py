@@ -76,8 +76,8 @@ def computed_together(spans):
         group, most, padding = newest.get(backend, ([], n, 0))
         padding += sum((most - n) * keys.length for *_, keys in own)
         # A request with two segments would have its blocks read twice.
-        readers = {id(keys.blocks) for *_, keys in group}
-        if not group or padding > MOST_PADDING or any(id(keys.blocks) in readers for *_, keys in own):
+        twice = {keys.blocks for *_, keys in group} & {keys.blocks for *_, keys in own}
+        if not group or twice or padding > MOST_PADDING:
             group, most, padding = [], n, 0
             groups.append((backend, group))
         group += own
