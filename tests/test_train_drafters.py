@@ -347,7 +347,7 @@ def test_recorded_texts_have_the_states_of_the_target(folder):
     """Prompts of several lengths, greedy and sampled: log_p is the log-probability at the temperature of the
     answer."""
     target = checkpoints.load(folder / "target", "cpu", torch.float32)
-    args = argparse.Namespace(max_new_tokens=12, temperature=None, prompt_file=[])
+    args = argparse.Namespace(max_new_tokens=12, temperature=None)
     tokenizer = Tokenizer.load(folder / "target")
     asked = [tokenizer.prompt_ids("word " * n) for n in (1, 3, 40, 7)]
     for i, text in enumerate(rollouts.answers(args, Engine(target, SyncScheduler), tokenizer, asked, 0)):
@@ -362,14 +362,6 @@ def test_recorded_texts_have_the_states_of_the_target(folder):
         if temperature:
             log_p[n:] = (logits / temperature).log_softmax(-1)[torch.arange(len(ids) - n), ids[n:]]
         assert (text["log_p"] - log_p).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("files", (0, 1, 2, 3))
-def test_every_prompt_file_gets_all_temperatures(files):
-    """Of two files that take turns, the first one once had all greedy answers, and the second one none."""
-    sources = max(files, 1)
-    turns = [rollouts.in_turn(i, files) for i in range(4 * sources)]
-    assert all(turns[i::sources] == list(rollouts.TEMPERATURES) for i in range(sources))
 
 
 def test_texts_are_padded_on_the_right_and_read_when_they_are_needed():

@@ -140,15 +140,10 @@ def answers(args, engine, tokenizer, asked, first):
     target, requests = engine.model, []
     for i, ids in enumerate(asked, first):
         room = min(args.max_new_tokens, target.config.block_size - len(ids))
-        temperature = in_turn(i, len(args.prompt_file)) if args.temperature is None else args.temperature
+        temperature = TEMPERATURES[i % len(TEMPERATURES)] if args.temperature is None else args.temperature
         requests.append(Request(ids, room, Sampling(temperature, seed=i), tokenizer.ends))
     for request, g in zip(requests, loops.generate(engine, requests)):
         yield read(target, g.prompt_ids, g.token_ids, request.sampling.temperature)
-
-
-def in_turn(number, files):
-    """The temperature of an answer. The prompt files take turns, and each of them gets all temperatures."""
-    return TEMPERATURES[number // max(files, 1) % len(TEMPERATURES)]
 
 
 def given(args, target, tokenizer):
