@@ -203,14 +203,10 @@ class FewRows:
         sees = sees.unflatten(2, (-1, cache.block))[owner, :, number]          # (m, n, BLOCK)
         masked = (~sees).flatten(1).any(1).nonzero()[:, 0]
         mask = additive(sees[masked], cache)
-        # The blocks of each request that is recorded, in the order of its positions.
-        recorded = {}
-        for i, keys in enumerate(members):
-            if keys.record:
-                own = (owner == i).nonzero()[:, 0]
-                recorded[i] = own[number[own].argsort()]
-        first = (number == 0).nonzero()[:, 0]
-        first = first[owner[first].argsort()]            # the first block of each request
+        # The blocks request by request, in the order of its positions; unseen ones are its last.
+        order = (owner * (longest + 1) + number).argsort()
+        recorded = {i: order[owner[order] == i] for i, keys in enumerate(members) if keys.record}
+        first = order[number[order] == 0]                # the first block of each request
         one_each = longest == 1 and not recorded
         owner, masked, first, padded, own_rows = (
             x.to(cache.k.device) for x in (owner, masked, first, padded, own_rows))
