@@ -276,10 +276,10 @@ def neighbours(blocks, cache):
     """The spans of `blocks` that lie side by side in the pool: a slice of the list, and their keys and their
     values (L, G, blocks, BLOCK, D)."""
     starts = [i for i, block in enumerate(blocks) if not i or block != blocks[i - 1] + 1]
+    pool = cache.kv.unflatten(3, (-1, cache.block))      # (2, L, G, blocks, BLOCK, D)
     spans = []
     for first, end in zip(starts, [*starts[1:], len(blocks)]):
-        slots = slice(blocks[first] * cache.block, (blocks[end - 1] + 1) * cache.block)
-        spans.append((slice(first, end), *cache.kv[:, :, :, slots].unflatten(3, (-1, cache.block))))
+        spans.append((slice(first, end), *pool[:, :, :, blocks[first]:blocks[end - 1] + 1]))
     return spans
 
 
