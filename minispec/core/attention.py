@@ -230,22 +230,22 @@ class FewRows:
             x.index_add_(1, masked, mask.expand(groups, -1, -1, -1))
             if one_each:
                 # Short texts need no sums over blocks.
-                out = products(x.softmax(-1), layer, 1).index_select(1, first).transpose(0, 1)
-                return ungroup_rows(out, n).flatten(0, 1).index_select(0, own_rows)
-            of_row = owner[None, :, None].expand(groups, -1, rows)
-            most = x.float().amax(-1).to(x)                  # in bf16 amax takes three times as long
-            top = x.new_full((groups, b, rows), float("-inf")).scatter_reduce_(1, of_row, most, "amax")
-            # 4. exp(logit - maximum), its sum, and the values that it weighs, added up by request.
-            x.sub_(top.index_select(1, owner)[..., None]).exp_()
-            total = owns.float() @ x.sum(-1).float()                           # (G, B, g * n)
-            out = (owns @ products(x, layer, 1).flatten(2)).view_as(q)
-            for i, own in recorded.items():
-                probs = x[:, own] / total[:, i, None, :, None]                 # (G, blocks, g * n, BLOCK)
-                keys = members[i]
-                probs = probs.unflatten(2, (-1, n))[:, :, :, :keys.n].flatten(2, 3)      # without padding
-                keys.scores[layer] = keys.record(probs).flatten(1)[:, :keys.length]
-            out = (out / total[..., None]).to(q.dtype).transpose(0, 1)         # (B, G, g * n, D)
-            return ungroup_rows(out, n).flatten(0, 1).index_select(0, own_rows)          # (N, H, D)
+                out = products(x.softmax(-1), layer, 1).index_select(1, first)
+            else:
+                of_row = owner[None, :, None].expand(groups, -1, rows)
+                most = x.float().amax(-1).to(x)              # in bf16 amax takes three times as long
+                top = x.new_full((groups, b, rows), float("-inf")).scatter_reduce_(1, of_row, most, "amax")
+                # 4. exp(logit - maximum), its sum, and the values that it weighs, added up by request.
+                x.sub_(top.index_select(1, owner)[..., None]).exp_()
+                total = owns.float() @ x.sum(-1).float()                       # (G, B, g * n)
+                out = (owns @ products(x, layer, 1).flatten(2)).view_as(q)
+                for i, own in recorded.items():
+                    probs = x[:, own] / total[:, i, None, :, None]             # (G, blocks, g * n, BLOCK)
+                    keys = members[i]
+                    probs = probs.unflatten(2, (-1, n))[:, :, :, :keys.n].flatten(2, 3)  # without padding
+                    keys.scores[layer] = keys.record(probs).flatten(1)[:, :keys.length]
+                out = (out / total[..., None]).to(q.dtype)                     # (G, B, g * n, D)
+            return ungroup_rows(out.transpose(0, 1), n).flatten(0, 1).index_select(0, own_rows)  # (N, H, D)
         return writer(members), read
 
 
