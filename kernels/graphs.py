@@ -71,7 +71,7 @@ class Inputs:
     def attend(self, layer, q, k, v):
         """Write the rows' keys and values into the cache, and let the rows read. Nothing in here may wait for
         the device or depend on anything but the contents of tensors, because it is captured."""
-        keys, values = self.cache.k[layer], self.cache.v[layer]
+        keys, values = self.cache.kv[:, layer]
         keys[:, self.new] = k.transpose(0, 1)
         values[:, self.new] = v.transpose(0, 1)
         out, lse = attention(q, keys, values, self.slots, self.selected[:, layer], self.plan)

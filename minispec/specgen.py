@@ -312,7 +312,7 @@ class DraftPool:
         if keys.selected is not None:
             newest = slots[keys.length - keys.recent:].expand(*keys.selected.shape[:2], -1)
             slots = torch.cat([slots[keys.selected], newest], 2)               # (L, G, n)
-        for pool, cached in ((self.k, self.cache.k), (self.v, self.cache.v)):
+        for pool, cached in zip((self.k, self.v), self.cache.kv):
             # F.embedding copies whole vectors: a tenth of the time of gather.
             pool[:, keys.buffer, :, :keys.n] = F.embedding(heads + slots, cached.flatten(0, 2))
 

@@ -43,10 +43,10 @@ class Allocation:
 
 
 class KVCache:
-    """Pool of blocks for at least n_slots tokens. k and v: (L, G, slots, D), heads before slots, so that a
-    head's keys are contiguous and products with them are plain matrix products. `charged` slots are kept free
-    for buffers that live elsewhere but count against the same memory. spare: additional blocks that no
-    request gets; rows that pad a CUDA graph write there."""
+    """Pool of blocks for at least n_slots tokens. kv (2, L, G, slots, D): the keys k, then the values. Heads
+    come before slots, so that a head's keys are contiguous and products with them are plain matrix products.
+    `charged` slots are kept free for buffers that live elsewhere but count against the same memory. spare:
+    additional blocks that no request gets; rows that pad a CUDA graph write there."""
 
     def __init__(self, config, n_slots=0, dtype=torch.float32, device="cpu", spare=0):
         if not 0 <= n_slots <= MOST:
@@ -65,10 +65,6 @@ class KVCache:
     @property
     def k(self):
         return self.kv[0]
-
-    @property
-    def v(self):
-        return self.kv[1]
 
     @property
     def n_slots(self):
