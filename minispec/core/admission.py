@@ -128,9 +128,8 @@ class Admission:
         it is back."""
         cache = self.engine.cache
         extra = self.engine.scheduler.extra_slots(r)
-        held = cache.size(r.blocks)
-        size = max(self.reach(r), held + r.blocks.on_host)
-        if cache.free < extra + self._missing_slots() + size - held:
+        size = self.reach(r)                             # at least what it had when it left
+        if cache.free < extra + self._missing_slots() + size - cache.size(r.blocks):
             return False
         cache.charged += extra
         while r.blocks.host:

@@ -36,11 +36,6 @@ class Allocation:
     table: list = field(default_factory=list)
     host: list = field(default_factory=list)
 
-    @property
-    def on_host(self):
-        """Slots of this request that are in host memory."""
-        return sum(chunk.shape[3] for chunk in self.host)
-
 
 class KVCache:
     """Pool of blocks for at least n_slots tokens. kv (2, L, G, slots, D): the keys k, then the values. Heads
