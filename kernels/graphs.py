@@ -219,17 +219,15 @@ class Graphs:
         spare = [self.cache.n_blocks] * self.n_blocks
         table = torch.tensor([(keys.blocks.table + spare)[:self.n_blocks] for keys in owners])
         # The slots that new rows are written to.
-        owner = [i for i, s in zip(places, segments) for _ in s.tokens]
-        position = torch.cat([torch.arange(s.start, end) for s, end in zip(segments, ends)])
-        block = self.cache.block
-        new = table[owner, position // block] * block + position % block
+        new = [slot for s, end in zip(segments, ends)
+               for slot in self.cache.slot_list(s.keys.blocks, range(s.start, end))]
 
         scored = [i for i, s in zip(places, segments) if s.keys.scores is not None]
         batch = pack(segments, "cpu", per_request)
         given = {
             "tokens": batch.tokens,
             "positions": batch.positions,
-            "new": new,
+            "new": torch.tensor(new),
             "sees": plan.sees,
             "table": table,
             "requests": requests,
