@@ -110,15 +110,14 @@ class Graphs:
 
     engine: its `warm_up` gets the seconds of compilation and capture. cache: a KVCache with a spare block,
     for pad rows. batch, longest: most requests, and most positions of each. widest: most positions that a
-    scheduler selects (0: none, and no scores). group = H / G. features: F of Inputs.features. per_request:
-    zeros of the shapes of Inputs.per_request."""
+    scheduler selects (0: none, and no scores). features: F of Inputs.features. per_request: zeros of the
+    shapes of Inputs.per_request."""
     engine: object
     function: object
     cache: object
     batch: int
     longest: int
     widest: int
-    group: int
     features: int = 0
     per_request: dict = None
 
@@ -140,11 +139,11 @@ class Graphs:
     def room(self, rows):
         """The most work items, merges and partial rows of a forward of `rows`: a request has one tile, and
         another for every LARGE packed rows; a tile has an item for every CHUNK positions."""
-        tiles = min(rows, self.batch) + rows * self.group // LARGE
+        tiles = min(rows, self.batch) + rows * self.cache.group // LARGE
         parts = -(-self.longest // CHUNK)
         if parts == 1:
             return tiles, 0, 0
-        return tiles * parts, tiles, rows * self.group * parts
+        return tiles * parts, tiles, rows * self.cache.group * parts
 
     def static(self, rows):
         """The buffers of all forwards of `rows`: the host's buffer and its tables, the device's buffer and
@@ -203,7 +202,7 @@ class Graphs:
                 tail = s.keys.length - s.keys.recent
             shapes.append((len(s.tokens), end, n_selected, tail))
         trees = {i: s.keys.tail for i, s in enumerate(segments) if getattr(s.keys, "tail", None) is not None}
-        plan = make_plan(shapes, self.group, trees=trees)
+        plan = make_plan(shapes, self.cache.group, trees=trees)
 
         # Requests go to their places, work items name these.
         place = torch.tensor(places, dtype=torch.int32)
@@ -295,4 +294,4 @@ def target_graphs(engine, longest):
     def forward(x):
         return [model(x.tokens, x.positions, x.attend, layers)]
 
-    return Graphs(engine, forward, cache, engine.batch_size, longest, scheduler.budget(longest), cache.group)
+    return Graphs(engine, forward, cache, engine.batch_size, longest, scheduler.budget(longest))

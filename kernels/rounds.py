@@ -50,7 +50,6 @@ class Rounds(Graphs):
         batch = engine.batch_size
         self.size = whole_blocks(longest + drafter.room)                       # slots of a request
         drafter.cache = KVCache(c, batch * self.size, target.dtype, target.device, spare=1)
-        group = c.n_head // c.n_kv_head
         features = drafter.n_features if drafter.uses_hidden_states else 0
         per_request = {}
         if isinstance(drafter, ChainDrafter):
@@ -60,9 +59,10 @@ class Rounds(Graphs):
             w, trees = drafter.width, None
             if w > 1:
                 trees = dict.fromkeys(range(batch), torch.ones(w, w))
-            self.later = make_plan([(w, self.size, 0, 0)] * batch, group, trees=trees).to(target.device)
-        super().__init__(engine, self.round, drafter.cache, batch * drafter.segments, self.size, 0, group,
-                         features, per_request)
+            plan = make_plan([(w, self.size, 0, 0)] * batch, drafter.cache.group, trees=trees)
+            self.later = plan.to(target.device)
+        super().__init__(engine, self.round, drafter.cache, batch * drafter.segments, self.size, 0, features,
+                         per_request)
 
     def round(self, x):
         return self.drafter.round(Rows(**vars(x), later=self.later))

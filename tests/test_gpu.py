@@ -180,7 +180,7 @@ def test_a_draft_row_follows_its_request_to_other_blocks(monkeypatch):
     next(stream)  # the prompt
     first = engine.scheduler.schedule([request])
     engine.scheduler.take_drafts(first, engine.forward(first))
-    run = Graphs(None, None, engine.cache, 2, request.longest, engine.scheduler.budget(request.longest), 2)
+    run = Graphs(None, None, engine.cache, 2, request.longest, engine.scheduler.budget(request.longest))
     cache, start = engine.cache, request.n_cached + len(request.state.drafts)
     for _ in range(2):
         plan = engine.scheduler.schedule([request])
