@@ -294,10 +294,10 @@ def attention(q, k, v, slots, selected, plan):
     n, h, d = q.shape
     groups = k.shape[0]
     # Results, and results of parts where lists are split.
-    out = torch.empty(n, h, d, dtype=q.dtype, device=q.device)
-    lse = torch.empty(n, h, dtype=torch.float32, device=q.device)
-    part = torch.empty(plan.n_part_rows, groups, d, dtype=torch.float32, device=q.device)
-    part_lse = torch.empty(plan.n_part_rows, groups, dtype=torch.float32, device=q.device)
+    out = q.new_empty(n, h, d)
+    lse = q.new_empty(n, h, dtype=torch.float32)
+    part = q.new_empty(plan.n_part_rows, groups, d, dtype=torch.float32)
+    part_lse = q.new_empty(plan.n_part_rows, groups, dtype=torch.float32)
     strides = q.stride(0), k.stride(0), slots.stride(0), selected.stride(0), selected.stride(1)
     scale = d ** -0.5 * LOG2E
     packed_attention[(len(plan.items), groups)](
