@@ -79,9 +79,7 @@ class Rope(nn.Module):
         self.register_buffer("sin", torch.cat([-angle.sin(), angle.sin()], dim=-1), persistent=False)
 
     def forward(self, positions, dtype):
-        cos = self.cos[positions][..., None, :].to(dtype)
-        sin = self.sin[positions][..., None, :].to(dtype)
-        return cos, sin
+        return [table[positions][..., None, :].to(dtype) for table in (self.cos, self.sin)]
 
 
 # -- a layer -------------------------------------------------------------------------------------------------
