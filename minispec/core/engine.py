@@ -27,7 +27,6 @@ The output of a request does not depend on its neighbours in the batch, greedy o
 text before a position determine the target's token there. (Up to rounding: a forward with more rows may round
 differently. Under the rule `rejection` this holds for the distribution of the output, not for its tokens.)
 """
-import importlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -41,11 +40,6 @@ from minispec.core.requests import Segment, check_requests, pack
 from minispec.core.verify import check_numbers, verify
 
 PROMPT_ROWS = 2048  # prompt tokens of a target's forward, all requests together: it bounds its memory
-
-
-def kernels(name):
-    """A module of kernels/, by name and when it is needed: a GPU alone has a use for it."""
-    return importlib.import_module(name)
 
 
 class Engine:
@@ -75,7 +69,10 @@ class Engine:
         self.iterations = []                             # of each: rows by kind, the pool, seconds by kind
         self.on_prefill = None                           # called with the number of prompt tokens just read
         # On a GPU: Triton kernels, CUDA graphs of them, and a stream to verify on.
-        self.fused = model.device.type == "cuda" and kernels("kernels").can_run(model, self.scheduler.tree)
+        self.fused = False
+        if model.device.type == "cuda":
+            from kernels import can_run                  # a GPU alone has a use for it
+            self.fused = can_run(model, self.scheduler.tree)
         self.graphs = None                               # of forwards on the kernels, see kernels/graphs.py
         self.thread = self.side = None
         if self.scheduler.delayed:
@@ -289,7 +286,8 @@ class Engine:
             self.graphs = None                           # they know the old addresses
         # A graph's tables have room for the longest request.
         if self.fused and (self.graphs is None or self.graphs.longest < longest):
-            kernels("kernels.rounds").accelerate(self, longest)
+            from kernels.rounds import accelerate
+            accelerate(self, longest)
         self.waiting += requests
 
     def retire(self, everything=False):
