@@ -92,10 +92,10 @@ def rung_seconds(trace, cost, names, batch, k_max):
     #    tokens that it gains. The last token of the output cannot be a draft, because a round ends with one
     #    of the target's.
     position = np.arange(trace.n_out)
-    room = np.maximum(trace.n_out - position - 1, 0)
+    room = trace.n_out - position - 1
     drafts = np.arange(k_max + 1)
     kv = batch * (trace.prompt_len + position)[:, None]
-    step = cost.step(kv, batch * (1 + drafts), batch) + np.zeros((trace.n_out, k_max + 1))
+    step = cost.step(kv, batch * (1 + drafts), batch)
     plain = step[:, 0]
     step = np.where(drafts <= room[:, None], step, np.inf)
     price = np.stack([step + cost.draft(m, kv, drafts, batch) for m in names])
@@ -122,8 +122,8 @@ def rung_seconds(trace, cost, names, batch, k_max):
     out["free drafters"] = least(plain, step[None], gain)
 
     # 4. The whole output in one forward. The prompt comes on top of every rung.
-    verified = max(trace.n_out - 1, 1)
-    out["one pass"] = cost.step(batch * (trace.prompt_len + 1), batch * verified, batch) * (trace.n_out > 1)
+    kv = batch * (trace.prompt_len + 1)
+    out["one pass"] = cost.step(kv, batch * (trace.n_out - 1), batch) * (trace.n_out > 1)
     prefill = cost.prefill(trace.prompt_len, batch)
     return {rung: max(float(seconds + prefill), 1e-30) for rung, seconds in out.items()}
 

@@ -131,7 +131,7 @@ class CostTable:
     def round(self, name, kv, drafts, batch=1):
         """Rounds in which drafter `name` proposes `drafts` tokens (k + 1,) for each request. 0 drafts cost no
         drafting. name None: a drafter without cost, such as prompt lookup."""
-        step = self.step(kv, batch * (1 + drafts), batch) + 0.0 * drafts
+        step = self.step(kv, batch * (1 + drafts), batch)
         return step if name is None else step + self.draft(name, kv, drafts, batch) * (drafts > 0)
 
     def read(self, name, tokens):
