@@ -357,16 +357,15 @@ def best_drafts(traces, cost, cells, k_max=None):
     names = compared(traces, cost)
     drafts = np.arange((k_max or deepest(traces, names)) + 1)
     rounds = {name: rounds_by_drafts(traces, name, drafts[-1]) for name in names}
-    outputs = sum(t.n_out - 1 for t in traces)
-    usual = float(np.mean([t.prompt_len + t.n_out / 2 for t in traces]))
+    usual = np.mean([t.prompt_len + t.n_out / 2 for t in traces])
     rows = []
     for batch, context in product(cells, CONTEXTS):
         kv = batch * context
         row = {"batch": batch, "context": context, "drafters": {}}
         for name in names:
-            price = cost.round(name, kv, drafts, batch)
-            plain = max(outputs * float(cost.step(kv, batch, batch)), 1e-30)
-            gain = plain / np.maximum(rounds[name] @ price, 1e-30)       # of no rounds: 1
+            seconds = rounds[name] @ cost.round(name, kv, drafts, batch)
+            seconds = np.maximum(seconds, 1e-30)         # there may be no rounds
+            gain = seconds[0] / seconds                  # k = 0 is plain decoding
             k = int(gain.argmax())
             row["drafters"][name] = {"k": k, "speedup": float(gain[k])}
         clock = {m: x for m, x in cells[batch]["total time"].get("L0", {}).items() if m in names}
