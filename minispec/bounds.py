@@ -75,7 +75,8 @@ BOTH = " / ".join(AVERAGES)
 BATCHES = (1, 4, 16)
 CONTEXTS = (64, 512)             # tokens before a round
 COMBINED = "adaptive"            # the method that may use all drafters
-FEW = 0.05                       # the censored share of positions above which a bound is marked
+CENSORED = ("L5", "L6", "L7")    # bounds for rounds of at most k_max drafts
+FEW = 0.05                       # the censored share of positions above which they are marked
 LARGEST = 1000                   # a batch, or drafts in a round
 
 
@@ -425,8 +426,7 @@ def table(r):
 def row_of(c, m):
     """{head: text} of a cell's drafter, or of "all": the bounds of all, beside those of the best single
     one."""
-    averages = [c[by] for by in (*AVERAGES, "range")]
-    total = averages[0]
+    total = c[AVERAGES[0]]
     row = {"workload": c["workload"], "batch": c["batch"], "drafter": m}
     alone = total["L5"]
     who, one, fixed, suffix = m, m, m, ("", "")
@@ -436,25 +436,29 @@ def row_of(c, m):
         fixed = max(total["L2"], key=lambda name: total["L2"][name]["speedup"])
         suffix = f" {fixed}", f" {one}"
     if "L0" in total:
-        row[RUNGS["L0"]] = figures([a["L0"].get(who) for a in averages])
+        row[RUNGS["L0"]] = figures(c, "L0", who)
         row[RUNGS["L1"]] = cell("{x:.2f}", {"x": c["L1"].get(who)})
         row["time over the bound's"] = cell("{x:.2f}", {"x": c["above"].get(who)})
-    best = [a["L2"][fixed] for a in averages]
-    ks = dict.fromkeys(str(x["k"]) for x in best)
-    row[RUNGS["L2"]] = figures([x["speedup"] for x in best]) + f", k {' / '.join(ks)}" + suffix[0]
-    row[RUNGS["L4"]] = figures([a["L4"][m] for a in averages])
-    row[RUNGS["L5"]] = figures([a["L5"][one] for a in averages], c["censored"][one]) + suffix[1]
+    ks = dict.fromkeys(str(c[by]["L2"][fixed]["k"]) for by in AVERAGES)
+    row[RUNGS["L2"]] = figures(c, "L2", fixed) + f", k {' / '.join(ks)}" + suffix[0]
+    row[RUNGS["L4"]] = figures(c, "L4", m)
+    row[RUNGS["L5"]] = figures(c, "L5", one) + suffix[1]
     if m == "all":
-        row[RUNGS["L6"]] = figures([a["L6"] for a in averages], c["censored"]["all"])
-        row[RUNGS["L7"]] = figures([a["L7"] for a in averages], c["censored"]["all"])
-        row[RUNGS["L9"]] = figures([a["L9"] for a in averages])
+        for rung in ("L6", "L7", "L9"):
+            row[RUNGS[rung]] = figures(c, rung)
     row["censored"] = f"{100 * c['censored'][m]:.0f} %"
     return row
 
 
-def figures(values, censored=0.0):
-    """Speed-ups by the averages and their interval, marked if the traces are too short for the bound."""
-    mark = "*" * (censored > FEW)
+def figures(c, rung, drafter=None):
+    """A rung of a cell, of a drafter if it has one for each: speed-ups by the averages and their interval,
+    marked if it is a bound for which the traces are too short."""
+    values = [c[by][rung] for by in (*AVERAGES, "range")]
+    if drafter:
+        values = [x.get(drafter) for x in values]
+    if rung == "L2":
+        values = [x["speedup"] for x in values]
+    mark = "*" * (rung in CENSORED and c["censored"][drafter or "all"] > FEW)
     return cell("{x:.2f}{mark} / {y:.2f}{mark} ({span[0]:.2f}-{span[1]:.2f})",
                 dict(zip(("x", "y", "span"), values), mark=mark))
 
