@@ -309,10 +309,10 @@ class PrismTreeDrafter(PrismDrafter):
             # itself, and goes on from its parent's state.
             best = scores.sort(dim=1, descending=True, stable=True).indices[:, :width].sort(1).values
             parent = (best // width)[..., None]                                # among those open before
-            path = sees.gather(1, parent.expand(-1, -1, sees.shape[2]))
+            path = sees.take_along_dim(parent, 1)
             sees = torch.cat([path, itself.expand(len(path), -1, -1)], 2)
             x = x.next_rows(number, tokens.gather(1, best), sees)
-            states = states.gather(1, parent.expand(-1, -1, states.shape[2])).flatten(0, 1)
+            states = states.take_along_dim(parent, 1).flatten(0, 1)
             states = self.step(number, x.tokens, states, x.positions, x.attend).unflatten(0, (-1, width))
             # Their children are the next new ones.
             parents = (best + n_nodes)[..., None].expand(-1, -1, width).flatten(1)
