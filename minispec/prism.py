@@ -193,7 +193,8 @@ def unrolled_loss(prism, batch, steps):
     # 1. The target's row s = r + k sees t_s and predicts t_{s+1}, which is the label of row r at step k.
     to_learn = F.pad(batch.learn[:, 1:], (0, 1))         # (B, S): is t_{s+1} one to learn?
     to_learn[:, :steps] = False                          # too near the beginning to be guessed at all steps
-    target_rows, n = numbers_of(to_learn.flatten())      # numbered along all texts; the first n count
+    to_learn = to_learn.flatten()                        # rows are numbered along all texts
+    target_rows, n = numbers_of(to_learn)                # the first n count
     states = unroll(prism, batch.ids, batch.features(prism.config), steps)
     draft_head = prism.draft_head
 
@@ -202,7 +203,7 @@ def unrolled_loss(prism, batch, steps):
     divergence = Divergence(draft_head.head(batch.hidden.flatten(0, 1)[target_rows])[:n])  # of (n, N)
     best = batch.best.flatten()[target_rows[:n]]
     loss, chains = 0.0, []
-    right = counted = torch.ones_like(to_learn).flatten()    # are all guesses right, and all to be learned?
+    right = counted = torch.ones_like(to_learn)          # are all guesses right, and all to be learned?
     for k, a in enumerate(states, 1):
         own = (target_rows - k).clamp(min=0)             # the rows r
         logits = draft_head.head(a.flatten(0, 1)[own])[:n]
@@ -210,9 +211,8 @@ def unrolled_loss(prism, batch, steps):
         loss = loss + divergence(logits).sum() / max(n, 1)
         # 3. How far the guesses of each row are the target's argmax.
         hits = draft_head.tokens(argmax(logits)) == best
-        guessed = torch.zeros_like(counted).index_fill(0, own, True)
         right = right.index_copy(0, own, right[own] & hits)
-        counted = counted & guessed
+        counted = counted & to_learn.roll(-k)
         chains.append(right)
     accepted = (torch.stack(chains) & counted).sum(1) / counted.sum().clamp(min=1)
     return loss, accepted
