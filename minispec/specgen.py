@@ -219,8 +219,8 @@ def look_ahead(scores, memory):
         passed = FADE ** step * scores[..., :-step]
         scores = torch.cat([scores[..., :step], torch.maximum(scores[..., step:], passed)], dim=-1)
     if memory is not None:
-        n = min(memory.shape[-1], scores.shape[-1])
-        scores[..., :n] = torch.maximum(scores[..., :n], MEMORY * memory[..., :n])
+        n = memory.shape[-1]
+        scores[..., :n] = torch.maximum(scores[..., :n], MEMORY * memory)
     return scores
 
 
