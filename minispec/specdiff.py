@@ -494,20 +494,20 @@ class SpecDiffDrafter(CachedDrafter):
         # With a Markov head one slot follows the other, among the likeliest tokens of its marginal.
         top, among = logits.topk(min(CANDIDATES, self.draft_head.size))                   # (n, c)
         of_head = self.draft_head.head.weight[among]                                      # (n, c, C)
-        indices, qs, more = [], [], 0.0
+        indices, qs, more = [], torch.zeros_like(noise), 0.0                              # qs (n, k, N)
         for slot in range(len(states)):
+            if slot:
+                before = self.draft_head.tokens(indices[-1])
+                term = self.drafter.markov(self.drafter.target.embed(before))             # (k, C)
+                more = term @ of_head[slot].mT                                            # (k, c)
             q = warp((top[slot] + more).expand(k, -1), sampling)
             scores = q / noise[slot][:, among[slot]]
             index = scores.argmax(-1)
             if k > 1 and slot == 0 and sampling.rule == "coupled":
                 index = scores[0].topk(k).indices
             indices.append(among[slot][index])                                            # (k,)
-            qs.append(logits.new_zeros(k, self.draft_head.size, dtype=q.dtype).index_copy_(1, among[slot], q))
-            if slot + 1 < len(states):
-                before = self.draft_head.tokens(indices[-1])
-                term = self.drafter.markov(self.drafter.target.embed(before))             # (k, C)
-                more = term @ of_head[slot + 1].mT                                        # (k, c)
-        return torch.stack(indices), torch.stack(qs)
+            qs[slot].index_copy_(1, among[slot], q)
+        return torch.stack(indices), qs
 
     def _cut(self, index, q):
         """The tokens of a chain of indices (n,) drawn from q (n, N), up to the first one that makes the
