@@ -260,7 +260,7 @@ def log_streak(log_q, valid):
     return log_q.cumsum(-1).masked_fill(valid.long().cumprod(-1) == 0, float("-inf"))
 
 
-def objective(name, logits, labels, valid, log_p=None, weight=None):
+def objective(name, logits, labels, valid, log_p=None, weight=1):
     """The loss of windows, a scalar, from logits (..., gamma, N), labels (indices) and valid (..., gamma).
 
     The streaks see the window as a whole:
@@ -282,8 +282,7 @@ def objective(name, logits, labels, valid, log_p=None, weight=None):
         started = valid[..., 0]                          # elsewhere J is 0 whatever the drafter does
         return -log_streak(log_q, valid)[started].logsumexp(-1).sum() / started.sum().clamp(min=1)
     # Masked slots count 1 / rate each, so all slots of a window count 1 on average.
-    counts = valid if weight is None else valid * weight
-    return -(log_q * counts).sum() / valid.sum()
+    return -(log_q * valid * weight).sum() / valid.sum()
 
 
 def _mask_at_random(tokens, generator):
@@ -305,7 +304,7 @@ def training_loss(drafter, name, batch, n_windows, generator):
     starts = draw_windows(batch.learn, n_windows, generator)
     tokens, labels, log_p, valid = _answers(drafter, batch, starts)
     # 2. The contents of the slots: all open, or for masked diffusion some of the answer.
-    shown = weight = None
+    shown, weight = None, 1
     if name == "mdlm":
         shown, weight = _mask_at_random(tokens, generator)
     # 3. The guesses, and their loss.
