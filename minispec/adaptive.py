@@ -55,7 +55,7 @@ class Adaptive(Drafter):
         self.counts = defaultdict(zeros)                 # drafter -> accepted, verified drafts
         self.history = defaultdict(partial(defaultdict, zeros))          # the same by request
         self.drafted = {}                                # request -> [(drafter, drafts, tokens before them)]
-        self.chosen = {}                                 # request -> name of its drafter
+        self.chosen = None                               # name of the batch's drafter in this round
         self.promises = {}                               # request -> {drafter: drafts, tokens, tokens/s}
         self.prices, self.read = cache(self._prices), cache(cost.read)
 
@@ -68,8 +68,8 @@ class Adaptive(Drafter):
         # 2. Look tokens up, then choose.
         lookups = [found for found, _ in self.lookup.propose(requests, limits)]
         name, k = self._choose(requests, limits, lookups)
+        self.chosen = name
         for r, found in zip(requests, lookups):
-            self.chosen[r] = name
             self.drafted[r] = [(self.lookup.name, found, len(r.tokens))]
         if name in ("target", self.lookup.name):
             return [(found[:k], None) for found in lookups]
@@ -137,10 +137,10 @@ class Adaptive(Drafter):
                 drafter.observe(request, features)
 
     def proposer(self, request):
-        return self.chosen[request]
+        return self.chosen
 
     def release(self, request):
-        for notes in (self.history, self.drafted, self.chosen, self.promises):
+        for notes in (self.history, self.drafted, self.promises):
             notes.pop(request, None)
         for drafter in self.drafters.values():
             drafter.release(request)
