@@ -247,25 +247,25 @@ def replay(plans, prompts, cost, batch):
     once, the next one enters when one is done, and every iteration is one round of each active request.
     plans[i] are the rounds (core/requests.Round) of request i, prompts[i] the number of its prompt tokens. A
     round without drafts of a drafter pays for no drafting."""
-    total = sum(float(cost.prefill(tokens)) for tokens in prompts)
+    total = sum(cost.prefill(tokens) for tokens in prompts)
 
     # Before its first draft for a request, a drafter reads the text so far. The bounds leave this out.
     for plan, tokens in zip(plans, prompts):
         first = {r.proposer: tokens + r.position for r in reversed(plan) if r.drafted}
-        total += sum(float(cost.read(name, text)) for name, text in first.items())
+        total += sum(cost.read(name, text) for name, text in first.items())
 
     # One forward of the target for all, and one call of each drafter in use, with the longest of its drafts.
     left = [(tokens, list(plan)) for plan, tokens in zip(plans, prompts) if plan]
     while left:
         now = [(tokens + plan[0].position, plan.pop(0)) for tokens, plan in left[:batch]]
         proposed = sum(r.drafted + r.lookup for _, r in now)
-        total += float(cost.step(sum(kv for kv, _ in now), len(now) + proposed, len(now)))
+        total += cost.step(sum(kv for kv, _ in now), len(now) + proposed, len(now))
         for name in {r.proposer for _, r in now if r.drafted}:
             own = [(kv, r.drafted) for kv, r in now if r.drafted and r.proposer == name]
             kv, drafts = zip(*own)
-            total += float(cost.draft(name, sum(kv), max(drafts), len(own)))
+            total += cost.draft(name, sum(kv), max(drafts), len(own))
         left = [request for request in left if request[1]]
-    return total
+    return float(total)
 
 
 # -- the observed speed-ups of an engine -----------------------------------------------------------
