@@ -56,8 +56,7 @@ def check_costs(table):
     """Return `table` if it is a valid cost table (already parsed), else ValueError with the field."""
     if unknown := table.keys() - PARTS:
         raise ValueError(f"{min(unknown)}: unknown field; known are {', '.join(PARTS)}")
-    times = {"verify": table["verify"]}
-    times |= {name: table[name] for name in ("prefill", "overhead") if name in table}
+    times = {name: table[name] for name in ("verify", "prefill", "overhead") if name in table}
     for part in ("draft", "read"):
         times |= {f"{part}.{name}": time for name, time in table.get(part, {}).items()}
     for where, time in times.items():
