@@ -227,8 +227,9 @@ def deepest(traces, names):
 
 def censored_share(traces, names):
     """The share of positions that are censored for one of these drafters or more."""
-    hit = [np.any([t.censored.get(m, np.zeros(t.n_out, bool)) for m in names], 0)[1:].sum() for t in traces]
-    return float(sum(hit) / max(1, sum(t.n_out - 1 for t in traces)))
+    hit = [np.any([t.censored.get(m, [False] * t.n_out) for m in names], 0)[1:] for t in traces]
+    hit = np.concatenate(hit)
+    return float(hit.sum() / max(1, len(hit)))
 
 
 def by_workload(traces):
