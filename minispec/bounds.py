@@ -105,8 +105,7 @@ def rung_seconds(trace, cost, names, batch, k_max):
 
     # 2. Plain decoding; every drafter with every k, or fewer drafts if it has fewer or there is less room.
     out = {"plain": plain[1:].sum()}
-    groups = {m: [i] for i, m in enumerate(names)}
-    for (m, [i]), k in product(groups.items(), drafts[1:].tolist()):
+    for (i, m), k in product(enumerate(names), range(1, k_max + 1)):
         proposed = np.minimum(np.minimum(k, room), trace.offered.get(m, k))
         paid = np.where(room > 0, price[i, position, proposed], plain)
         out["fixed", m, k] = follow(paid, gain[i, position, proposed])
@@ -114,7 +113,7 @@ def rung_seconds(trace, cost, names, batch, k_max):
     # 3. The greedy oracle proposes the drafts that will be accepted, by the drafter with most of them (of
     #    equals the first), and pays for drafting even if there are none. The optimum chooses among all
     #    rounds.
-    groups["all"] = list(range(len(names)))
+    groups = {m: [i] for i, m in enumerate(names)} | {"all": list(range(len(names)))}
     for group, own in groups.items():
         who = np.array(own)[accept[own].argmax(0)]
         proposed = np.clip(accept[own].max(0) - 1, 0, k_max)
