@@ -277,7 +277,6 @@ def analyse(traces, prices, runs=None, batches=BATCHES, k_max=None):
     each workload and batch size of the study (`observed`); without them one for each workload of the traces
     at each of `batches`, as batches of copies, as in the paper."""
     cost = CostTable(prices)
-    names = compared(traces, cost)
     if runs:
         cells = observed_cells(traces, cost, runs)
     else:
@@ -285,7 +284,7 @@ def analyse(traces, prices, runs=None, batches=BATCHES, k_max=None):
                  for workload, some in by_workload(traces).items() for batch in batches]
     return {
         "about": prices.get("about", {}),
-        "left_out": [m for m in traces[0].accept if m not in names],
+        "left_out": [m for m in traces[0].accept if m not in cost.drafters],
         "cells": cells,
         "best_drafts": best_drafts(traces, cost, {c["batch"]: c for c in cells}, k_max),
         "model_error": summary(cells, "error"),
