@@ -20,7 +20,6 @@ is finished is not done again. Models are Hugging Face folders with log.jsonl an
 A target without a mask token gets one: OUT/target is a copy with it.
 """
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import minispec  # before torch: it tunes the allocator
@@ -29,7 +28,6 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from minispec import cdlm
-from minispec.core.gpt import GPT
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling
 from minispec.data import tasks
@@ -177,17 +175,18 @@ def with_mask(source, folder):
         return folder
     if not os.path.isdir(source):
         raise ValueError(f"target must be a Hugging Face folder, got {source}")
-    old = checkpoints.load(source)
-    state = old.state_dict()
-    for name in ("embed.weight", "head.weight"):
-        state[name] = torch.cat([state[name], state[name].mean(0, keepdim=True)])
+    model = checkpoints.load(source)
+    mask_id = model.config.vocab_size
+    for layer in (model.embed, model.head):
+        rows = layer.weight
+        layer.weight = torch.nn.Parameter(torch.cat([rows, rows.mean(0, keepdim=True)]))
+    model.config.vocab_size += 1
     # Answers are filled up with one end of text, also where the target knows several.
-    new = GPT(replace(old.config, vocab_size=old.config.vocab_size + 1, eos_id=tokenizer.ends[0]))
-    new.to(old.dtype).load_state_dict(state)
-    checkpoints.save(new, folder, source)
+    model.config.eos_id = tokenizer.ends[0]
+    checkpoints.save(model, folder, source)
     data = read_json(file)
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    data["added_tokens"].append({"id": old.config.vocab_size, "content": MASK, "special": True, **plain})
+    data["added_tokens"].append({"id": mask_id, "content": MASK, "special": True, **plain})
     write_json(file, data)
     return folder
 
