@@ -196,11 +196,10 @@ def with_mask(source, folder):
 def collect(decoder, requests, width=0):
     """The trajectories of a recording decoder that answers these requests: the padded prompts, and the
     fields of `cdlm.trajectory`, stacked."""
-    decoder.generate(requests)
-    answers = [r.state for r in requests]
-    rows = [cdlm.trajectory(a, decoder.model.config.eos_id) for a in answers]
+    prompts = [g.prompt_ids for g in decoder.generate(requests)]
+    rows = [cdlm.trajectory(r.state, decoder.model.config.eos_id) for r in requests]
     data = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    return {"prompt": padded([a.tokens[:a.n_prompt] for a in answers], width), **data}
+    return {"prompt": padded(prompts, width), **data}
 
 
 def passed_over(rank, live):
