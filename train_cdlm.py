@@ -297,10 +297,9 @@ def main():
     example = examples_of(args, tokenizer)
     training.same_settings(args.out, target=checkpoints.fingerprint(checkpoints.load(args.target)),
                            answers=args.answers, prompt_length=args.prompt_length)
-    teacher, trajectories, student = (f"{args.out}/{name}" for name in ("teacher", "trajectories", args.name))
-    if args.teacher:
-        teacher = args.teacher
-    else:
+    teacher = args.teacher or f"{args.out}/teacher"
+    trajectories, student = f"{args.out}/trajectories", f"{args.out}/{args.name}"
+    if not args.teacher:
         with locked(teacher):
             train(args, tokenizer.mask_id, example, teacher, target, 1e-3, (0, 0, 1))
     with locked(trajectories):
