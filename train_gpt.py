@@ -141,52 +141,48 @@ def make_model(args, tokenizer, teacher):
 
 
 def main():
+    # 1. The tokenizer, the model, and the sequence length of every step.
     args = parse_args()
     teacher = None
     if args.teacher:
         teacher = checkpoints.load(args.teacher, args.device, training.fast_dtype(args.device))
-    torch.manual_seed(args.seed)
-    with locked(args.out):
-        train(args, teacher)
-
-
-def train(args, teacher):
-    # 1. The tokenizer, the model, and the sequence length of every step.
     source = args.teacher or minispec.SHIPPED
     tokenizer = Tokenizer.load(source)
     if not tokenizer.is_puzzle_model:
         raise ValueError(f"{source} has another tokenizer than the shipped target")
+    torch.manual_seed(args.seed)
     model = make_model(args, tokenizer, teacher)
     plan = schedule(args.seed, args.tokens, args.max_length)
     print(f"{args.size}: {model.n_params() / 1e6:.2f}M parameters, {len(plan)} steps, {plan[-1][1]:,} tokens")
 
     # 2. The loop. Muon is for the matrices of the blocks, AdamW for embeddings and norms.
-    run = Run(args, args.out, model, len(plan), args.lr, muon=True)
-    attend = dense_attend()
-    for step in run.steps():
-        length, tokens = plan[step]
-        x, y, learn = batch_of_step(tokenizer, args, step, length)
-        positions = torch.arange(length, device=x.device)[None]
-        if step % CLIP_EVERY == 0:
-            clip_attention(model, x[:1, :1024], LOGIT_LIMIT)
+    with locked(args.out):
+        run = Run(args, args.out, model, len(plan), args.lr, muon=True)
+        attend = dense_attend()
+        for step in run.steps():
+            length, tokens = plan[step]
+            x, y, learn = batch_of_step(tokenizer, args, step, length)
+            positions = torch.arange(length, device=x.device)[None]
+            if step % CLIP_EVERY == 0:
+                clip_attention(model, x[:1, :1024], LOGIT_LIMIT)
 
-        # The loss: the next token of every response, or with a teacher its whole distribution.
-        with bf16(args.device):
-            logits = model.logits(model(x, positions, attend)[learn]).float()
-            if teacher is None:
-                loss = F.cross_entropy(logits, y[learn])
-            else:
-                with torch.no_grad():
-                    goal = teacher.logits(teacher(x, positions, attend)[learn])
-                loss = Divergence(goal)(logits).mean()
+            # The loss: the next token of every response, or with a teacher its whole distribution.
+            with bf16(args.device):
+                logits = model.logits(model(x, positions, attend)[learn]).float()
+                if teacher is None:
+                    loss = F.cross_entropy(logits, y[learn])
+                else:
+                    with torch.no_grad():
+                        goal = teacher.logits(teacher(x, positions, attend)[learn])
+                    loss = Divergence(goal)(logits).mean()
 
-        # One step of the optimiser.
-        loss.backward()
-        run.update(tokens / args.tokens, loss=loss)
+            # One step of the optimiser.
+            loss.backward()
+            run.update(tokens / args.tokens, loss=loss)
 
-        if run.checkpoint_due():
-            checkpoints.save(model, args.out, source)
-            run.checkpoint(tokens=tokens, heldout=evaluate(model, tokenizer))
+            if run.checkpoint_due():
+                checkpoints.save(model, args.out, source)
+                run.checkpoint(tokens=tokens, heldout=evaluate(model, tokenizer))
 
 
 if __name__ == "__main__":
