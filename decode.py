@@ -216,9 +216,8 @@ def warm_up(engine, problems, tokenizer, args):
     """Answer the ends of the prompts in brief, so that weights are packed and kernels made before timing."""
     n_prompt, n_new = WARM_UP
     requests = requests_of(problems[:args.batch], tokenizer, engine.model, args.max_new_tokens, args.sampling)
-    for _ in engine.stream([Request(r.tokens[-n_prompt:], min(n_new, r.max_new_tokens), r.sampling)
-                            for r in requests]):
-        pass
+    engine.generate([Request(r.tokens[-n_prompt:], min(n_new, r.max_new_tokens), r.sampling)
+                     for r in requests])
 
 
 # -- main ------------------------------------------------------------------------------------------------
