@@ -28,9 +28,9 @@ def save(model, folder, tokenizer_of=None):
     write_folder(folder, tensors, to_hf_config(model.config, str(model.dtype).removeprefix("torch.")))
     if tokenizer_of:
         for name in ("tokenizer.json", "tokenizer_config.json", *OPTIONAL):
-            source = os.path.join(tokenizer_of, name)
+            source = f"{tokenizer_of}/{name}"
             if name not in OPTIONAL or os.path.exists(source):
-                with replaced(os.path.join(folder, name)) as temporary:
+                with replaced(f"{folder}/{name}") as temporary:
                     shutil.copyfile(source, temporary)
 
 
@@ -98,11 +98,11 @@ class Folder:
 
     def __init__(self, path):
         self.file = path
-        config_file = os.path.join(path, "config.json")
+        config_file = f"{path}/config.json"
         with naming(config_file):
             self.config = checked(from_hf_config(read_json(config_file)))
         # Weights are in model.safetensors or in the shards that an index names. Other files are ignored.
-        file = os.path.join(path, "model.safetensors")
+        file = f"{path}/model.safetensors"
         index = file + ".index.json"
         if os.path.exists(index):
             with naming(index):
@@ -113,7 +113,7 @@ class Folder:
                 self.tensors = dict.fromkeys(tensors.keys(), file)
         # Some folders have a head although their config says tied.
         self.config.tied &= "lm_head.weight" not in self.tensors
-        words = os.path.join(path, "tokenizer.json")
+        words = f"{path}/tokenizer.json"
         self.n_tokens = self.config.vocab_size
         if os.path.exists(words):
             with naming(words):
@@ -131,9 +131,9 @@ class Folder:
 def write_folder(folder, tensors, config):
     """Write `config.json` and `model.safetensors`."""
     os.makedirs(folder, exist_ok=True)
-    with replaced(os.path.join(folder, "model.safetensors")) as file:
+    with replaced(f"{folder}/model.safetensors") as file:
         save_file(tensors, file, metadata={"format": "pt"})
-    write_json(os.path.join(folder, "config.json"), config)
+    write_json(f"{folder}/config.json", config)
 
 
 @torch.no_grad()

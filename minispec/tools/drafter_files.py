@@ -1,6 +1,5 @@
 """Trained drafters on disk: a folder with `config.json`, which names the kind of drafter, and
 `model.safetensors`."""
-import os
 from dataclasses import asdict
 
 from minispec.tools.checkpoints import fingerprint, write_folder
@@ -25,7 +24,7 @@ def load_drafter(folder, target, config_class):
     """The drafter in a folder, on the device and in the dtype of its target.
 
     ValueError names, in one line, what is missing, damaged or does not fit."""
-    config_file = os.path.join(folder, "config.json")
+    config_file = f"{folder}/config.json"
     config = read_json(config_file)
     with naming(config_file):
         if config.pop("model_type", None) != config_class.kind:
@@ -38,7 +37,7 @@ def load_drafter(folder, target, config_class):
         if len(set(layers) & set(range(target.config.n_layer))) < len(layers):
             raise ValueError(f"feature_layers must be layers of the target, got {layers}")
         module = checked(config_class(**config)).make(target)
-    tensors = read_tensors(os.path.join(folder, "model.safetensors"))
+    tensors = read_tensors(f"{folder}/model.safetensors")
     try:
         module.load_state_dict(tensors)
     except RuntimeError as e:
@@ -49,6 +48,6 @@ def load_drafter(folder, target, config_class):
 
 def kind_of(folder):
     """The kind of trained drafter in a folder, "prism", "specdiff", .., or None."""
-    file = os.path.join(folder, "config.json")
+    file = f"{folder}/config.json"
     with naming(file):
         return read_json(file, {}).get("model_type")

@@ -76,7 +76,7 @@ def parsed(parser):
 def same_settings(folder, **settings):
     """Write the settings of a folder of training data into it. ValueError where it was begun with others."""
     os.makedirs(folder, exist_ok=True)
-    file = Path(folder, "settings.json")
+    file = f"{folder}/settings.json"
     with naming(file):
         unchanged(read_json(file, settings), settings)
     write_json(file, settings)
@@ -219,7 +219,7 @@ class Run:
             if self.last:
                 break
         command = shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
-        write_text(Path(self.folder, "command.txt"), command + "\n")
+        write_text(f"{self.folder}/command.txt", command + "\n")
 
     def progress(self, done):
         """How much of the run is over, 0 to 1: `done`, or the part of its minutes, if that is more."""
@@ -260,7 +260,7 @@ class Run:
         seconds = round(time.time() - self.started)
         record = {"step": self.step + 1, **means, **results, "seconds": seconds}
         self.log += json.dumps(record) + "\n"
-        write_text(Path(self.folder, "log.jsonl"), self.log)
+        write_text(f"{self.folder}/log.jsonl", self.log)
         state = {"step": self.step + 1, "seconds": seconds, "log": self.log, "model": self.model.state_dict(),
                  "settings": vars(self.args),
                  "optimizers": [part.state_dict() for part in self.optimizer.parts]}
