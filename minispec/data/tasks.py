@@ -80,9 +80,9 @@ def make(family, seed, split="train", size=None):
     rng = random.Random(f"{family}/{split}/{seed}/{size}")
     while True:
         n = rng.randint(*SIZES[family]) if size is None else size
-        prompt, think, answer, facts = GENERATORS[family](rng, n)
-        if is_heldout(prompt) == (split == "heldout"):
-            return Problem(family, prompt, think, answer, facts)
+        problem = Problem(family, *GENERATORS[family](rng, n))
+        if is_heldout(problem.prompt) == (split == "heldout"):
+            return problem
 
 
 def fitting(tokenizer, family, seed, split, length):
@@ -187,7 +187,7 @@ def trace(rng, size):
     program = "\n".join(lines)
     prompt = f"{ask}\nGiven {known}. In order: start {order} end.\n{program}\n"
     think += f"{opens.split()[0]} {before} end comes, so the result is {says(before)}.\n"
-    return prompt, think, str(value[before]), {}
+    return prompt, think, str(value[before])
 
 
 # -- arith: column arithmetic ----------------------------------------
@@ -227,7 +227,7 @@ def arith(rng, size):
                       "Work out {} {} {} column by column.",
                       "Please calculate {} {} {}."])
     upper, lower, answer = ("".join(map(str, reversed(digits))) for digits in (x, y, result))
-    return ask.format(upper, op, lower) + "\n", think, answer, {}
+    return ask.format(upper, op, lower) + "\n", think, answer
 
 
 def _digits(digits, letters):
@@ -315,7 +315,7 @@ def story(rng, size):
     ask = rng.choice(["How many {t} does {h} have in the end?",
                       "What is the number of {t} that {h} has now?"])
     prompt = "\n".join([" ".join(opening), *events.values(), ask.format(t=thing, h=hero)]) + "\n"
-    return prompt, think, str(count), {}
+    return prompt, think, str(count)
 
 
 # -- search: a way through rooms ----------------------------------------
@@ -403,7 +403,8 @@ def revise(rng, size):
         order, answer = f"Leave out line {LABELS[drop]}.", "\n".join(lines[i] for i in kept)
     think = f"I print the lines{labels(kept)}.\n"
     prompt = f"{order} Print the whole {'code' if code else 'list'}.\n{text}\n"
-    return prompt, think, answer, {}
+    return prompt, think, answer
 
 
+# A generator returns the fields of a Problem after its family.
 GENERATORS = {"trace": trace, "arith": arith, "story": story, "search": search, "revise": revise}
