@@ -286,12 +286,13 @@ def story(rng, size):
         n = rng.randint(1, 9)
         who = rng.choice(others)
         kind = rng.random()
+        change = 0
         if kind < 0.2 and scenery:
-            event, change, why = scenery.pop(), 0, "That changes nothing"
+            event, why = scenery.pop(), "That changes nothing"
         elif kind < 0.32:
-            event, change, why = f"{hero} buys {n} {other_thing}.", 0, f"Those are {other_thing}"
+            event, why = f"{hero} buys {n} {other_thing}.", f"Those are {other_thing}"
         elif kind < 0.44:
-            event, change, why = f"{who.capitalize()} finds {n} {thing}.", 0, f"Those belong to {who}"
+            event, why = f"{who.capitalize()} finds {n} {thing}.", f"Those belong to {who}"
         else:
             up = [f"{hero} finds {n} {thing}.", f"{hero} buys {n} more {thing}.",
                   f"{hero} gets {n} {thing} from {who}."]
@@ -301,15 +302,14 @@ def story(rng, size):
                 event, change = rng.choice(down), -n
             else:
                 event, change = rng.choice(up), n
+            word = "add" if change > 0 else "take away"
+            why = f"From {count} I {word} {n}, which makes {count + change}"
         if event in events:
             continue
 
         # The line of the event, and its effect on the count.
         events[event] = line = f" {LABELS[len(events)]} {event}"
-        if change:
-            word = "add" if change > 0 else "take away"
-            why = f"From {count} I {word} {n}, which makes {count + change}"
-            count += change
+        count += change
         think += f"{line} {why}, so {hero} has {count} {thing}.\n"
     think += f"In the end {hero} has {count} {thing}.\n"
     ask = rng.choice(["How many {t} does {h} have in the end?",
