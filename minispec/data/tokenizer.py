@@ -16,6 +16,7 @@ import os
 import re
 import time
 import unicodedata
+from pathlib import Path
 
 import tiktoken
 
@@ -98,7 +99,7 @@ class Tokenizer:
         """From a model folder, its tokenizer.json or a GGUF file. ValueError names the file and the error."""
         file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
         gguf = gguf_file.is_gguf(path)
-        source, *chat = [file] if gguf else _chat_of(os.path.dirname(file))
+        source, *chat = [file] if gguf else _chat_of(Path(file).parent)
         with naming(file):
             read = _from_gguf if gguf else _from_json
             out = cls(*read(file), *chat)
@@ -242,7 +243,7 @@ def _pattern(pre):
 
 def _chat_of(folder):
     """(file of the chat template, chat template or None, bos, eos, ends, add_bos) of a model's folder."""
-    file = os.path.join(folder, "tokenizer_config.json")
+    file = folder / "tokenizer_config.json"
     data = read_json(file, {})
     with naming(file):
         template = data.get("chat_template")
@@ -255,15 +256,15 @@ def _chat_of(folder):
                     for name in map(data.get, ("bos_token", "eos_token")))
     ends = []
     for name in ("config.json", "generation_config.json"):
-        config = os.path.join(folder, name)
+        config = folder / name
         with naming(config):
             ids = read_json(config, {}).get("eos_token_id")
         ends += ids if isinstance(ids, list) else [ids]
-    own = os.path.join(folder, "chat_template.jinja")
+    own = folder / "chat_template.jinja"
     if os.path.exists(own):
         file = own
-        with naming(file), open(file, encoding="utf-8") as f:
-            template = f.read()
+        with naming(file):
+            template = file.read_text("utf-8")
     return file, template, bos, eos, ends, data.get("add_bos_token")
 
 
