@@ -357,16 +357,17 @@ def methods_table(rows):
     # The mixture repeats the other workloads' requests, so the mean leaves it out.
     alone = [x for x in rows
              if x["batch"] == 1 and x["identical"] is not None and not x["workload"].startswith("mixed")]
-    workloads = dict.fromkeys(x["workload"] for x in alone)
+    by_method = {}                                       # method: {workload: row}
+    for x in alone:
+        by_method.setdefault(x["method"], {})[x["workload"]] = x
+    plain = by_method["ar"]
     # The puzzle model was not trained on text like GSM8K, so its mean leaves GSM8K out.
-    families = [w for w in workloads if w in tasks.FAMILIES] or workloads
+    families = [w for w in plain if w in tasks.FAMILIES] or plain
     mixed = [x for x in rows
              if x["workload"].startswith("mixed") and x["workload"] != WHOLE
              and (x["batch"] > 1 or x["temperature"])]
-    plain = {x["workload"]: x for x in alone if x["method"] == "ar"}
     lines = []
-    for method in dict.fromkeys(x["method"] for x in alone):
-        some = {x["workload"]: x for x in alone if x["method"] == method}
+    for method, some in by_method.items():
         line = {"method": method, MEAN: mean_speedup(some, plain, families)}
         line[DECODING] = f"{statistics.mean(some[w]['decoding'] for w in families):.2f}"
         template = "1, {tokens_per_second:.0f} tokens/s" if method == "ar" else "{speedup:.2f}, tau {tau:.1f}"
