@@ -337,8 +337,8 @@ def rows_of(timed, about, prices):
 
 def phases_table(rows):
     """The Markdown table of the observed speed-ups, with each phase's share of the time."""
-    shares = [{phase: x["phases"][phase] / sum(x["phases"].values()) for phase in PHASES} for x in rows]
-    return table([{**x, **own} for x, own in zip(rows, shares)], {
+    rows = [x | {phase: seconds / x["seconds"] for phase, seconds in x["phases"].items()} for x in rows]
+    return table(rows, {
         "workload": "{workload}",
         "batch": "{batch}",
         "method": "{method}",
