@@ -141,7 +141,7 @@ def time_interleaved(cells, repeats, desc, warm_up=True, see=None):
             for name in list(waiting):
                 engine, requests = waiting[name]
                 n = 1 if engine.batch_size == 1 else len(requests)
-                answers[name] += zip(*answer(engine, requests[:n]))
+                answers[name] += answer(engine, requests[:n])
                 del requests[:n]
                 if requests:
                     continue
@@ -155,8 +155,8 @@ def time_interleaved(cells, repeats, desc, warm_up=True, see=None):
 
 
 def answer(engine, requests):
-    """(generations, tokens/s of each request) by the engine's clock. The time of a request starts when
-    it enters the batch, which is when another request leaves it."""
+    """[(generation, tokens/s)] of each request, by the engine's clock. The time of a request starts when it
+    enters the batch, which is when another request leaves it."""
     def clock():
         return sum(engine.seconds.values())
 
@@ -165,8 +165,7 @@ def answer(engine, requests):
     for request, _ in engine.stream(requests):
         left[request] = clock()
     entered += sorted(left.values())
-    rates = [len(r.generation.token_ids) / (left[r] - t) for r, t in zip(requests, entered)]
-    return [r.generation for r in requests], rates
+    return [(r.generation, len(r.generation.token_ids) / (left[r] - t)) for r, t in zip(requests, entered)]
 
 
 def phases(engine):
