@@ -92,8 +92,8 @@ def decoder_of(name, settings, models, args, tokenizer, batch):
 
 def held_out(tokenizer, n):
     """n problems of each family whose answers fit into the slots."""
-    cells = [(family, FIRST + i) for i in range(n) for family in tasks.FAMILIES]
-    return [tasks.fitting(tokenizer, *cell, "heldout", cdlm.GEN_LENGTH)[0] for cell in cells]
+    return [tasks.fitting(tokenizer, family, FIRST + i, "heldout", cdlm.GEN_LENGTH)[0]
+            for i in range(n) for family in tasks.FAMILIES]
 
 
 def solve(decoder, problems, tokenizer):
