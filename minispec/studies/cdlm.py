@@ -127,16 +127,17 @@ def cdlm_speed(args, model, tokenizer):
     files = [Path(results.path(f"{study}.json")) for study in ("cdlm_accuracy", "cdlm_curves")]
     known = [row for file in files if file.exists() for row in read_json(file)["result"]["rows"]]
 
-    def build(cell, batch, problems):
-        asked = requests_of(problems, tokenizer, models["ar"], cdlm.GEN_LENGTH)
-        return decoder_of(*cell, models, args, tokenizer, batch), asked
-
     def measure(batch, n):
         problems = held_out(tokenizer, -(-n // len(tasks.FAMILIES)))[:n]
-        builders = {i: partial(build, cell, batch, problems) for i, cell in enumerate(cells)}
+
+        def build(cell):
+            asked = requests_of(problems, tokenizer, models["ar"], cdlm.GEN_LENGTH)
+            return decoder_of(*cell, models, args, tokenizer, batch), asked
+
+        builders = {i: partial(build, cell) for i, cell in enumerate(cells)}
         timed = time_interleaved(builders, REPEATS, f"batch {batch}", args.device != "cpu")
-        rows = [speed_of(*cell, timed[i], timed[0], known) for i, cell in enumerate(cells)]
-        return [{"batch": batch, **row} for row in rows]
+        return [{"batch": batch, **speed_of(*cell, timed[i], timed[0], known)}
+                for i, cell in enumerate(cells)]
 
     batches = {1: 1, 4: 4} if args.quick else BATCHES
     rows = sum(each_kept("cdlm_speed", args, model, list(batches.items()), measure), [])
