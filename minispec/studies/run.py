@@ -232,23 +232,23 @@ def observe(study, args, model, tokenizer, how, names, whole={}):
     prices = read_costs(args.cost) if os.path.exists(args.cost) else {}
     best_k = prices.get("about", {}).get("best_k", {})
 
-    def build(name, workload, batch, ids, temperature):
-        k = args.k
-        if not k and (batch > 1 or name not in methods.TRAINED):
-            k = drafts_for(batch, best_k).get(name)
-        requests = []
-        for seed, i in enumerate(ids):
-            new = how.new if temperature or workload == WHOLE else longest[i]
-            requests += requests_of([problems[i]], tokenizer, model, new, Sampling(temperature, seed=seed))
-        return engine_of(name, model, args, batch, k=k), requests
-
     def measured(workload, batch, ids, temperature):
+        def build(name):
+            k = args.k
+            if not k and (batch > 1 or name not in methods.TRAINED):
+                k = drafts_for(batch, best_k).get(name)
+            requests = []
+            for seed, i in enumerate(ids[:1] if name == "dlm" else ids):
+                new = how.new if temperature or workload == WHOLE else longest[i]
+                sampling = Sampling(temperature, seed=seed)
+                requests += requests_of([problems[i]], tokenizer, model, new, sampling)
+            return engine_of(name, model, args, batch, k=k), requests
+
         builders = {}
         for name in names:
             if name == "dlm" and workload.startswith("mixed") or batch > 1 and name in ("dlm", *COPIES):
                 continue
-            own = ids[:1] if name == "dlm" else ids
-            builders[name] = partial(build, name, workload, batch, own, temperature)
+            builders[name] = partial(build, name)
         # On a GPU a warm-up run compiles the kernels.
         repeats = how.repeats[batch > 1]
         timed = time_interleaved(builders, repeats, f"{workload}, batch {batch}", args.device != "cpu")
