@@ -230,13 +230,13 @@ def observe(study, args, model, tokenizer, how, names, whole={}):
     problems = numbered(tokenizer, how.traced, args.data)
     longest, cut = before_loops(problems, tokenizer, model, args, how.new)
     prices = read_costs(args.cost) if os.path.exists(args.cost) else {}
-    best_k = prices.get("about", {}).get("best_k", {})
+    best_k = prices.get("about", {}).get("best_k", {})        # of every batch size up to 16, see `profile`
 
     def measured(workload, batch, ids, temperature):
         def build(name):
             k = args.k
             if not k and (batch > 1 or name not in methods.TRAINED):
-                k = drafts_for(batch, best_k).get(name)
+                k = best_k.get(str(batch), {}).get(name)
             requests = []
             for seed, i in enumerate(ids[:1] if name == "dlm" else ids):
                 new = how.new if temperature or workload == WHOLE else longest[i]
@@ -258,12 +258,6 @@ def observe(study, args, model, tokenizer, how, names, whole={}):
     rows = results.each_kept(study, args, model, cells_of(list(problems), how, whole), measured,
                              new_tokens=how.new, methods=names, prices=prices)
     return sum(rows, []), cut
-
-
-def drafts_for(batch, best_k):
-    """{drafter: drafts per round} at the nearest batch size of best_k, see `profile`; {} if it has none."""
-    nearest = min(best_k, key=lambda rows: abs(int(rows) - batch), default=None)
-    return best_k.get(nearest, {})
 
 
 def before_loops(problems, tokenizer, model, args, new):
