@@ -298,11 +298,10 @@ def traces_of(drafters, model, texts, k_max):
     out = [Trace(id, len(prompt), len(output), {}) for id, (prompt, output) in texts.items()]
     for name, drafter in tqdm(drafters.items(), desc="traces"):
         drafter.min_confidence = 0.0                         # all drafts are verified
-        requests = [Request(prompt, len(output)) for prompt, output in texts.values()]
         engine = Forced(model, lambda e: Onlooker(e, drafter, k_max), 16)
-        engine.answers = dict(zip(requests, (output for _, output in texts.values())))
+        engine.answers = {Request(prompt, len(output)): output for prompt, output in texts.values()}
         noted = engine.scheduler.noted = defaultdict(dict)
-        engine.generate(requests)
+        engine.generate(list(engine.answers))
         for trace, (r, output) in zip(out, engine.answers.items()):
             trace.accept[name] = accept = np.ones(len(output), int)
             trace.offered[name] = offered = np.zeros(len(output), int)
