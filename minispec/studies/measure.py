@@ -213,7 +213,7 @@ def memory_speed(device):
     """Bytes per second at which this machine sums a large tensor."""
     x = torch.ones(LARGE, device=device)
     seconds = [clock(x.sum) for _ in range(6)]
-    return x.numel() * x.itemsize / min(seconds)
+    return x.nbytes / min(seconds)
 
 
 def clock(f):
