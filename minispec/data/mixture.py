@@ -31,7 +31,7 @@ import random
 import sysconfig
 from pathlib import Path
 
-from minispec.tools.files import naming, read_rows, replaced
+from minispec.tools.files import naming, read_rows, write_text
 from minispec.tools.script import Parser, run_main
 
 ASKS = ("Summarize: {}", "Summarize the following text in a few sentences.\n\n{}",
@@ -106,9 +106,9 @@ def write(path, rows, rng):
     """JSON lines of rows (prompt, answer), each prompt once, in random order. Long prompts are left out."""
     rows = list({row[0]: row for row in rows if len(row[0]) <= LONGEST}.values())
     rng.shuffle(rows)
-    with replaced(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        for prompt, answer in rows:
-            file.write(json.dumps({"prompt": prompt, **({"answer": answer} if answer else {})}) + "\n")
+    lines = [json.dumps({"prompt": prompt, **({"answer": answer} if answer else {})}) + "\n"
+             for prompt, answer in rows]
+    write_text(path, "".join(lines))
     print(f"{path}: {len(rows):,} lines")
 
 
