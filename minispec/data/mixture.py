@@ -54,7 +54,7 @@ SETS = {
     "prompts/tldr.jsonl": (9000, ["prompt"], "answer"),
 }
 LEAVE_OUT = "arithmetic/gsm_symbolic"        # a task of reasoning-gym made of GSM8K's test questions
-PASSAGES = FUNCTIONS = 3000
+MOST = 3000                 # functions used, and passages
 LONGEST = 2_000             # characters of a prompt; a training text is cut at 1,536 tokens
 
 
@@ -129,9 +129,8 @@ def main():
         elif name != BOOKS:
             with naming(args.data / name):
                 rows += rows_of(args.data, name)
-    books = list(passages(args.data / BOOKS, rng))
-    for some, most in ((list(functions()), FUNCTIONS), (books, PASSAGES)):
-        rows += rng.sample(some, min(most, len(some)))
+    for some in (list(functions()), list(passages(args.data / BOOKS, rng))):
+        rows += rng.sample(some, min(MOST, len(some)))
     write(args.out / "prompts.jsonl", [(prompt, "") for prompt, _ in rows], rng)
     write(args.out / "given.jsonl", [row for row in rows if row[1]], rng)
 
