@@ -144,10 +144,10 @@ def states(target, ids, learn, temperature):
     positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
     features = target(ids, positions, dense_attend(), feature_layers_of(target.config))  # (B, S, (F + 1) * C)
     # The rows in front of the answer's tokens guess them.
-    guesses = F.pad(learn[:, 1:], (0, 1))
-    hidden = features[guesses][:, -width:]
-    tokens = ids.roll(-1, 1)[guesses]
-    heat = temperature[:, None].expand(ids.shape)[guesses]
+    learn = learn[:, 1:]                                 # (B, S - 1) whether the token after a row is one
+    hidden = features[:, :-1][learn][:, -width:]
+    tokens = ids[:, 1:][learn]
+    heat = temperature[:, None].expand(learn.shape)[learn]
     best, log_p = [], []
     for some, token, t in zip(*(x.split(LOGITS) for x in (hidden, tokens, heat))):
         logits = target.logits(some).float()
@@ -155,11 +155,9 @@ def states(target, ids, learn, temperature):
         loss = F.cross_entropy(logits / t.clamp(min=LEAST_TEMPERATURE)[:, None], token, reduction="none")
         log_p.append(-loss.where(t > 0, 0.0))
     out = {"best": torch.zeros_like(ids), "log_p": torch.zeros(ids.shape, device=ids.device)}
-    if best:
-        out["best"][guesses] = torch.cat(best)
-        out["log_p"][guesses] = torch.cat(log_p)
     # A probability stands at its token, a guess in front of it.
-    out["log_p"] = F.pad(out["log_p"][:, :-1], (1, 0))
+    out["best"][:, :-1][learn] = torch.cat(best)
+    out["log_p"][:, 1:][learn] = torch.cat(log_p)
     return {**out, "lower": features[..., :-width], "hidden": features[..., -width:]}
 
 
