@@ -5,7 +5,6 @@ import json
 import shutil
 import types
 import weakref
-from functools import partial
 
 import numpy as np
 import pytest
@@ -131,7 +130,7 @@ def test_eagle_reads_the_texts_before_it_is_timed(monkeypatch):
     assert eagle["identical"] == 2
     seen = []
     monkeypatch.setattr(
-        specgen, "time_interleaved", lambda cells, *_: seen.append(cells["eagle"]()) or {}
+        specgen, "time_interleaved", lambda names, build, *_: seen.append(build("eagle")) or {}
     )
     specgen.serving_rows(settings, model, tokenizer, ["ar", "eagle"], 700, 2, 0, 0.65)
     engine, requests = seen[0]
@@ -394,9 +393,7 @@ def test_cells_take_turns_and_leave_no_cache_behind(batch, turns, monkeypatch):
         return out
 
     monkeypatch.setattr(results, "answer", watched)
-    runs = results.time_interleaved(
-        {name: partial(build, name) for name in "ab"}, 2, "", warm_up=False
-    )
+    runs = results.time_interleaved("ab", build, 2, "", warm_up=False)
     assert "".join(order) == turns * 2 and (batch == 1 or set(caches) == {1})
     for run_of in runs["a"] + runs["b"]:
         assert [len(g.token_ids) for g in run_of.generations] == [4, 3] and len(run_of.rates) == 2
@@ -430,7 +427,7 @@ def test_a_methods_drafts_are_those_of_its_batch_in_the_price_table(shipped, mon
     engine_of = run.engine_of
     monkeypatch.setattr(run, "engine_of", watched)
     monkeypatch.setattr(run, "read_costs", lambda path: {"about": {"best_k": best_k}})
-    build_all = lambda builders, *_: [build() for build in builders.values()]
+    build_all = lambda names, build, *_: [build(name) for name in names]
     monkeypatch.setattr(run, "time_interleaved", build_all)
     monkeypatch.setattr(run, "rows_of", lambda *_: [])
     how = run.Size(8, 1, {1: 1}, {8: 2}, {}, 4, {})

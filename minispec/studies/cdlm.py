@@ -4,7 +4,6 @@
 All decoders answer the same held-out problems, whose answers fit into the slots. A step of a request is a
 forward in which it took part, at any batch size."""
 import statistics
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -130,12 +129,11 @@ def cdlm_speed(args, model, tokenizer):
     def measure(batch, n):
         problems = held_out(tokenizer, -(-n // len(tasks.FAMILIES)))[:n]
 
-        def build(cell):
+        def build(i):
             asked = requests_of(problems, tokenizer, models["ar"], cdlm.GEN_LENGTH)
-            return decoder_of(*cell, models, args, tokenizer, batch), asked
+            return decoder_of(*cells[i], models, args, tokenizer, batch), asked
 
-        builders = {i: partial(build, cell) for i, cell in enumerate(cells)}
-        timed = time_interleaved(builders, REPEATS, f"batch {batch}", args.device != "cpu")
+        timed = time_interleaved(range(len(cells)), build, REPEATS, f"batch {batch}", args.device != "cpu")
         return [{"batch": batch, **speed_of(*cell, timed[i], timed[0], known)}
                 for i, cell in enumerate(cells)]
 

@@ -128,15 +128,15 @@ class Run:
         return self.tokens / (self.seconds - self.phases["prefill"])
 
 
-def time_interleaved(cells, repeats, desc, warm_up=True, see=None):
-    """Run cells {name: function that returns (engine, new requests)}, `repeats` times after one warm-up. The
-    cells take turns: at batch 1 after every request, else after all of them. So a slow minute of the machine
-    affects all of them. Returns {name: [Run of every repeat]}. see: a function of the engine whose result is
-    kept in Run.seen."""
-    runs = {name: [] for name in cells}
+def time_interleaved(names, build, repeats, desc, warm_up=True, see=None):
+    """Run build(name), which returns (engine, new requests), for each of `names`, `repeats` times after one
+    warm-up. The engines take turns: at batch 1 after every request, else after all of them. So a slow minute
+    of the machine affects all of them. Returns {name: [Run of every repeat]}. see: a function of the engine
+    whose result is kept in Run.seen."""
+    runs = {name: [] for name in names}
     for repeat in tqdm(range(-warm_up, repeats), desc=desc, leave=False):
-        waiting = {name: build() for name, build in cells.items()}     # an engine makes its cache later
-        answers = {name: [] for name in cells}                         # (generation, tokens/s)
+        waiting = {name: build(name) for name in names}                # an engine makes its cache later
+        answers = {name: [] for name in names}                         # (generation, tokens/s)
         while waiting:
             for name in list(waiting):
                 engine, requests = waiting[name]

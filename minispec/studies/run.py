@@ -10,7 +10,6 @@
 import os
 import statistics
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -244,14 +243,11 @@ def observe(study, args, model, tokenizer, how, names, whole={}):
                 requests += requests_of([problems[i]], tokenizer, model, new, sampling)
             return engine_of(name, model, args, batch, k=k), requests
 
-        builders = {}
-        for name in names:
-            if name == "dlm" and workload.startswith("mixed") or batch > 1 and name in ("dlm", *COPIES):
-                continue
-            builders[name] = partial(build, name)
+        some = [name for name in names if not (name == "dlm" and workload.startswith("mixed")
+                                               or batch > 1 and name in ("dlm", *COPIES))]
         # On a GPU a warm-up run compiles the kernels.
         repeats = how.repeats[batch > 1]
-        timed = time_interleaved(builders, repeats, f"{workload}, batch {batch}", args.device != "cpu")
+        timed = time_interleaved(some, build, repeats, f"{workload}, batch {batch}", args.device != "cpu")
         about = {"workload": workload, "batch": batch, "ids": ids, "temperature": temperature}
         return rows_of(timed, about, prices)
 

@@ -173,9 +173,9 @@ def serving_rows(args, model, tokenizer, names, context, batch, first, temperatu
         engine.scheduler.schedule = lambda read: schedule(read) if len(read) == len(engine.active) else []
         return engine, requests(longest)
 
-    cells = {name: partial(build, name) for name in names}
     # A batch needs no warm-up, because reading the texts was one.
-    runs = time_interleaved(cells, 2 if batch == 1 else 1, f"{batch} requests at {context}", batch == 1)
+    repeats = 2 if batch == 1 else 1
+    runs = time_interleaved(names, build, repeats, f"{batch} requests at {context}", batch == 1)
     rows = []
     for name, timed in runs.items():
         row = {**about, "method": name, **speedups(timed, runs["ar"])}
@@ -223,14 +223,14 @@ def scheduler(args, model, tokenizer):
     ids = [text(i, length, tokenizer, args.data) for i, length in enumerate(lengths)]
     kept, slots = read(model, ids), sum(length + MORE for length in lengths) // 2
 
-    def build(name):
+    def build(stage):
         requests = [Request(x, MORE, Sampling(TEMPERATURE, seed=i)) for i, x in enumerate(ids)]
         for r in requests:
             r.longest = longest + MORE
-        return resumed(name, model, args, REQUESTS, kept, cache_tokens=slots), requests
+        return resumed(STAGES[stage], model, args, REQUESTS, kept, cache_tokens=slots), requests
 
-    cells = {stage: partial(build, name) for stage, name in STAGES.items()}
-    runs = time_interleaved(cells, 1 if args.quick else 2, "scheduler", warm_up=False, see=schedule_view)
+    repeats = 1 if args.quick else 2
+    runs = time_interleaved(STAGES, build, repeats, "scheduler", warm_up=False, see=schedule_view)
     plain, *_ = runs.values()
     rows = [{"stage": stage, "prompts": REQUESTS, **speedups(timed, plain), **timed[-1].seen,
              "identical": identical(plain[-1], timed[-1])} for stage, timed in runs.items()]
