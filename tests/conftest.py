@@ -245,6 +245,12 @@ def record_here(command, **kw):
     return subprocess.CompletedProcess(command, 0, shown.getvalue())
 
 
+def log_of(folder):
+    """The records of a training."""
+    with open(folder / "log.jsonl", encoding="utf-8") as f:
+        return [json.loads(line) for line in f]
+
+
 def train_toy(script, folder, out, *args):
     """A short training with an imported script, for the target in `folder`; returns its log. `args` have the
     last word."""
@@ -255,8 +261,7 @@ def train_toy(script, folder, out, *args):
                  "--max-new-tokens 24 --tokens 20e3 --batch-tokens 1200 --save-every 6 --lr 4e-3 "
                  "--device cpu")
         run_script(script, usual, *words(*args))
-    with open(folder / out / "log.jsonl", encoding="utf-8") as f:
-        return [json.loads(line) for line in f]
+    return log_of(folder / out)
 
 
 def on_a_terminal(script, *args, **env):

@@ -1,6 +1,5 @@
 """Training data and the training script, at toy size."""
 
-import json
 import os
 import signal
 import subprocess
@@ -10,7 +9,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, TARGET, outcome, refusal, seeded, toy_model, words
+from conftest import ROOT, TARGET, log_of, outcome, refusal, seeded, toy_model, words
 from safetensors.torch import load_file
 
 import train_gpt
@@ -102,11 +101,6 @@ def test_attention_logits_are_clipped_head_by_head():
     assert torch.equal(before[values], model.blocks[0].qkv.weight[values])
 
 
-def log(folder):
-    with open(folder / "log.jsonl") as f:
-        return [json.loads(line) for line in f]
-
-
 def test_killed_training_resumes_to_the_same_weights_and_shares_its_folder_with_no_other(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     settings = "--save-every 3"
@@ -129,12 +123,12 @@ def test_killed_training_resumes_to_the_same_weights_and_shares_its_folder_with_
     p.send_signal(signal.SIGKILL)  # the lock file stays, and stops nobody
     p.communicate()
     assert (parts / "lock").exists()
-    assert len(log(parts)) < len(log(whole))
+    assert len(log_of(parts)) < len(log_of(whole))
     done = train(parts, settings)
     assert done.returncode == 0 and "resuming at step" in done.stdout, done.stderr
     a, b = (load_file(folder / "model.safetensors") for folder in (whole, parts))
     assert all(torch.allclose(a[n], b[n], atol=1e-5) for n in a)
-    one, two = ([(r["step"], r["heldout"]) for r in log(folder)] for folder in (whole, parts))
+    one, two = ([(r["step"], r["heldout"]) for r in log_of(folder)] for folder in (whole, parts))
     assert one == two and one[-1][1]["trace"] < one[0][1]["trace"]
     assert "train_gpt.py --out" in (parts / "command.txt").read_text()
 
@@ -154,7 +148,7 @@ def test_distillation_learns_the_teachers_distributions(toy, tmp_path, monkeypat
     monkeypatch.setattr(train_gpt, "Divergence", divergence)
     done = train(tmp_path / "x", f"--tokens 3e3 --teacher {TARGET}")
     assert done.returncode == 0, done.stderr
-    steps = log(tmp_path / "x")[-1]["step"]
+    steps = log_of(tmp_path / "x")[-1]["step"]
     assert len(goals) == steps and all(shape[1] == 2048 for shape in goals)
     line = refusal(train_gpt, f"--out {tmp_path}/y {ARGS} --teacher {toy}")
     assert line == f"{toy} has a context of 512; it must have 2048 or more"

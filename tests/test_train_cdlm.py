@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TARGET, run_script, save_toy_target, seeded, table, toy_model, words
+from conftest import TARGET, log_of, run_script, save_toy_target, seeded, table, toy_model, words
 from safetensors.torch import load_file, save_file
 from test_cdlm import MASK, PROMPTS, WHOLE as L, B, at, collected, decoded, dense, requests
 from test_cdlm import model, small_blocks, trajectories  # noqa: F401  fixtures
@@ -321,10 +321,6 @@ def trained(toy, tmp_path_factory):
     return out
 
 
-def log(folder):
-    return [json.loads(line) for line in open(folder / "log.jsonl")]
-
-
 def recorded(folder):
     """The trajectories of a folder, and their tensors by name."""
     shards = [load_file(file) for file in sorted(folder.glob("trajectories/*.safetensors"))]
@@ -332,7 +328,7 @@ def recorded(folder):
 
 
 def test_all_stages_lower_their_losses(trained):
-    teacher, student = (log(trained / stage) for stage in ("teacher", "student"))
+    teacher, student = (log_of(trained / stage) for stage in ("teacher", "student"))
     for stage, records in (("teacher", teacher), ("student", student)):
         assert [r["step"] for r in records] == [4, 8, 12]
         assert records[-1]["loss"] < records[0]["loss"]
@@ -357,7 +353,7 @@ def test_ablations_share_teacher_and_trajectories(
     """A loss without weight is not computed."""
     monkeypatch.setattr(train_cdlm, "collect", None)
     train(monkeypatch, toy, trained, f"--steps 2 --name {name} {options}")
-    assert list(log(trained / name)[0]) == ["step", *losses.split(), "loss", "heldout", "seconds"]
+    assert list(log_of(trained / name)[0]) == ["step", *losses.split(), "loss", "heldout", "seconds"]
 
 
 def test_other_trajectories_of_the_same_teacher(trained, toy, tmp_path, monkeypatch, capsys):
@@ -409,14 +405,14 @@ def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path, mo
     assert len(list(shards.glob("*.safetensors"))) == 2
     (shards / "00002.safetensors.tmp").write_bytes(b"half")
     kill_after(6, cdlm, "distillation_loss")
-    assert len(log(tmp_path / "student")) == 1
+    assert len(log_of(tmp_path / "student")) == 1
     train(monkeypatch, toy, tmp_path, "--weights 1 0.5 1")
     for name in ("teacher/model", "student/model", *(f"trajectories/0000{i}" for i in range(3))):
         a, b = (load_file(folder / f"{name}.safetensors") for folder in (trained, tmp_path))
         assert all(torch.equal(a[n], b[n]) for n in a), name
     for stage in ("teacher", "student"):
         one, two = (
-            [{**r, "seconds": 0} for r in log(folder / stage)] for folder in (trained, tmp_path)
+            [{**r, "seconds": 0} for r in log_of(folder / stage)] for folder in (trained, tmp_path)
         )
         assert one == two
 
@@ -506,10 +502,10 @@ def test_a_target_that_knows_no_masks_is_trained_end_to_end(other, tmp_path, mon
         assert tokenizer.mask_id == 2048
         assert tokenizer.chat_template == "{{ messages[0].content }}!"
     for stage in ("teacher", "student"):
-        assert len(log(tmp_path / stage)) == 3
-        assert all(math.isfinite(r["loss"] + r["heldout"]) for r in log(tmp_path / stage))
+        assert len(log_of(tmp_path / stage)) == 3
+        assert all(math.isfinite(r["loss"] + r["heldout"]) for r in log_of(tmp_path / stage))
         assert checkpoints.load(tmp_path / stage).config.diffusion_block_size == 4
-    first, *_, last = log(tmp_path / "student")
+    first, *_, last = log_of(tmp_path / "student")
     assert last["distill"] < first["distill"]
     run_script(
         decode,
