@@ -233,31 +233,19 @@ def judge_by(rule, chains, q, p, coins):
     return [tokens[i - 1] for i in path], token
 
 
-def of_one(chain, q, p, coins):
-    """Rejection of one chain."""
-    path, token = rejection([(list(range(1, GAMMA + 1)), q)], chain, p[[V, *chain]], coins[: GAMMA + 1])
-    return chain[: len(path)], token
-
-
 def select_then_divide(chains, q, p, coins):
     """The invalid combination: the best chain by the target's probabilities, judged as if it had been
     drawn from q."""
-
-    def score(chain):
-        reach = 1.0
-        total = 0.0
-        for before, token in zip([V, *chain], chain):
-            reach *= p[before, token].item()
-            total += reach
-        return total
-
-    return of_one(max(chains, key=score), q, p, coins)
+    tokens, parents, _ = merge(chains)
+    rows = best_path(tokens, parents, p[[V, *tokens]])
+    return judge_by("rejection", [[tokens[row - 1] for row in rows]], q, p, coins)
 
 
 def best_of_independent(chains, q, p, coins):
     """Verify every chain on its own and keep the longest."""
     c = coins[: len(chains) * (GAMMA + 1)].view(len(chains), -1)
-    return max((of_one(x, q, p, own) for x, own in zip(chains, c)), key=lambda found: len(found[0]))
+    found = [judge_by("rejection", [chain], q, p, own) for chain, own in zip(chains, c)]
+    return max(found, key=lambda one: len(one[0]))
 
 
 def chi_square_of(verify, k, sampling, rounds=ROUNDS):
