@@ -248,9 +248,8 @@ def best_of_independent(chains, q, p, coins):
     return max(found, key=lambda one: len(one[0]))
 
 
-def chi_square_of(verify, k, sampling, rounds=ROUNDS):
+def chi_square_of(verify, k, p, q, rounds=ROUNDS):
     """p-value of the first two tokens of rounds of K chains, and the mean number of accepted drafts."""
-    p, q = table(sampling)
     g = seeded(1)
     chains = drawn(q, rounds * k, g)
     coins = torch.rand(rounds, k * (GAMMA + 1) + 1, generator=g)
@@ -271,7 +270,7 @@ def chi_square_of(verify, k, sampling, rounds=ROUNDS):
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_are_lossless(rule, k, temperature):
     """B1. A correct rule fails with probability 1e-6."""
-    value, accepted = chi_square_of(functools.partial(judge_by, rule), k, Sampling(temperature))
+    value, accepted = chi_square_of(functools.partial(judge_by, rule), k, *table(Sampling(temperature)))
     assert value > 1e-6
     assert 0.3 < accepted < 2.9
 
@@ -284,9 +283,8 @@ def sorted_chains(chains, q, p, coins):
 @pytest.mark.parametrize("control", [select_then_divide, best_of_independent, sorted_chains])
 def test_controls_are_rejected(control):
     """B2. Of a single chain all are plain rejection sampling."""
-    assert (
-        chi_square_of(control, 4, Sampling(1.0))[0] < 1e-6 < chi_square_of(control, 1, Sampling(1.0))[0]
-    )
+    four, one = (chi_square_of(control, k, *table())[0] for k in (4, 1))
+    assert four < 1e-6 < one
 
 
 def random_p(g):
@@ -584,18 +582,8 @@ def test_more_chains_help_most_where_chains_differ():
     alike, K buys nothing."""
     p, _ = table(spread=2.0)
 
-    def mean(q, rule, k, rounds=400):
-        g = seeded(0)
-        chains = drawn(q, k * rounds, g)
-        n = [
-            len(
-                judge_by(
-                    rule, chains[i * k : (i + 1) * k], q, p, torch.rand(k * GAMMA + 1, generator=g)
-                )[0]
-            )
-            for i in range(rounds)
-        ]
-        return sum(n) / rounds
+    def mean(q, rule, k):
+        return chi_square_of(functools.partial(judge_by, rule), k, p, q, 1_000)[1]
 
     (spread,), (peak,) = fitted("ce", [p]), fitted("streak", [p])
     got = {rule: (mean(spread, rule, 1), mean(spread, rule, 4)) for rule in RULES}
