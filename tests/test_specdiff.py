@@ -263,10 +263,6 @@ def test_controls_are_rejected(control):
     assert four < 1e-6 < one
 
 
-def random_p(g):
-    return warp(torch.randn(V + 1, V, generator=g) * 2, Sampling(1.0, 0, 0.9))
-
-
 def test_selection_by_hand():
     # chains 0 1 and 2 3 3
     draft = [0, 1, 2, 3, 3]
@@ -297,7 +293,7 @@ def test_selection_is_the_best_of_all_paths():
 def test_rejection_at_the_edges():
     """B3."""
     g = seeded(0)
-    same = random_p(g)[[V] * GAMMA]
+    same = table(Sampling(1.0, 0, 0.9))[0][[V] * GAMMA]
     for _ in range(100):  # a drafter that knows the target: the first chain is accepted
         tokens, _, rows = merge(drawn(same, 3, g))
         own = same[:1].expand(len(tokens) + 1, -1)
