@@ -125,13 +125,19 @@ def test_budget_rule(length, sparsity, least, want):
     assert SpecGen(None, sparsity=sparsity, min_budget=least).budget(length) == want
 
 
-@pytest.mark.parametrize("select", ["pillar", "ahead"])
-@pytest.mark.parametrize("accepted", [0, 3, 8])
-def test_selection_is_topk_of_the_scores_per_layer_and_head(accepted, select):
+def about_to_select(select):
+    """(scheduler with a budget of 20 positions, request)."""
     scheduler = SpecGen(Engine(MODEL, SyncScheduler), k=8, sparsity=0.25, min_budget=4, select=select)
     scheduler.engine.cache = KVCache(MODEL.config, 8)
     request = Request(PROMPT)
     request.n_cached = 80
+    return scheduler, request
+
+
+@pytest.mark.parametrize("select", ["pillar", "ahead"])
+@pytest.mark.parametrize("accepted", [0, 3, 8])
+def test_selection_is_topk_of_the_scores_per_layer_and_head(accepted, select):
+    scheduler, request = about_to_select(select)
     keys = only_keys(KVCache(MODEL.config, 90), 71, 9, record=scheduler.record)
     keys.scores.copy_(torch.rand(keys.scores.shape) ** 8)
     scores = keys.scores[:, :, :80]
@@ -147,10 +153,7 @@ def test_selection_is_topk_of_the_scores_per_layer_and_head(accepted, select):
 
 
 def test_a_window_is_the_first_and_the_newest_positions():
-    scheduler = SpecGen(Engine(MODEL, SyncScheduler), k=8, sparsity=0.25, min_budget=4, select="window")
-    scheduler.engine.cache = KVCache(MODEL.config, 8)
-    request = Request(PROMPT)
-    request.n_cached = 80
+    scheduler, request = about_to_select("window")
     state = scheduler._select(request, None, 3)
     assert state.recent == 16 and state.selected.tolist() == [[[0, 1, 2, 3]] * 2] * 2
 
