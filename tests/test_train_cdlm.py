@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TARGET, log_of, run_script, save_toy_target, seeded, table, toy_model, words
+from conftest import TARGET, log_of, run_script, save_toy_target, seeded, table, toy_model
 from safetensors.torch import load_file, save_file
 from test_cdlm import MASK, PROMPTS, WHOLE as L, B, at, collected, decoded, dense, requests
 from test_cdlm import model, small_blocks, trajectories  # noqa: F401  fixtures
@@ -286,12 +286,14 @@ def test_student_learns_the_trajectories_in_a_third_of_the_steps():  # 16
 SMALL = "--steps 12 --batch 4 --save-every 4 --prompts 3 --lr 5e-3 --device cpu --seed 7"
 
 
-def train(monkeypatch, target, out, *args, gen_length=160):
-    monkeypatch.setattr(cdlm, "GEN_LENGTH", gen_length)
-    monkeypatch.setattr(tasks, "FAMILIES", ("trace", "arith"))
-    monkeypatch.setattr(train_cdlm, "SHARD", 2)
-    monkeypatch.setattr(train_cdlm, "HELDOUT", 4)
-    run_script(train_cdlm, f"--out {out} {SMALL} --target {target}", *words(*args))
+def train(target, out, more="", gen_length=160, by=run_script):
+    """by: how the script is run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cdlm, "GEN_LENGTH", gen_length)
+        patch.setattr(tasks, "FAMILIES", ("trace", "arith"))
+        patch.setattr(train_cdlm, "SHARD", 2)
+        patch.setattr(train_cdlm, "HELDOUT", 4)
+        return by(train_cdlm, f"--out {out} {SMALL} --target {target} {more}")
 
 
 NOTES = {"in order": []}  # of the run `trained`
@@ -316,7 +318,7 @@ def trained(toy, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
         patch.setattr(cdlm, "turns", noted)
         patch.setattr(cdlm, "pick", watched)
-        train(patch, toy, out, "--weights 1 0.5 1")
+        train(toy, out, "--weights 1 0.5 1")
     NOTES["shown"] = shown.getvalue()
     return out
 
@@ -347,12 +349,10 @@ seed | --seed 8 | distill cons dlm
 
 
 @pytest.mark.parametrize("name, options, losses", table(ARMS))
-def test_ablations_share_teacher_and_trajectories(
-    trained, toy, name, options, losses, monkeypatch
-):  # 17
+def test_ablations_share_teacher_and_trajectories(name, options, losses, trained, toy, monkeypatch):  # 17
     """A loss without weight is not computed."""
     monkeypatch.setattr(train_cdlm, "collect", None)
-    train(monkeypatch, toy, trained, f"--steps 2 --name {name} {options}")
+    train(toy, trained, f"--steps 2 --name {name} {options}")
     assert list(log_of(trained / name)[0]) == ["step", *losses.split(), "loss", "heldout", "seconds"]
 
 
@@ -362,12 +362,7 @@ def test_other_trajectories_of_the_same_teacher(trained, toy, tmp_path, monkeypa
     monkeypatch.setattr(
         cdlm.Decoder, "spans", lambda self, a: kinds.add(self.kind) or spans(self, a)
     )
-    train(
-        monkeypatch,
-        toy,
-        tmp_path,
-        f"--teacher {trained}/teacher --steps 2 --order first --temperatures 0 " "--dual",
-    )
+    train(toy, tmp_path, f"--teacher {trained}/teacher --steps 2 --order first --temperatures 0 --dual")
     assert kinds == {"dual"}
     rank = recorded(tmp_path)["rank"]
     assert torch.equal(rank, torch.arange(160).expand(3, -1))
@@ -397,7 +392,7 @@ def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path, mo
 
         with monkeypatch.context() as patch, pytest.raises(Killed):
             patch.setattr(owner, name, counted)
-            train(patch, toy, tmp_path, "--weights 1 0.5 1")
+            train(toy, tmp_path, "--weights 1 0.5 1")
 
     kill_after(2 * (4 + 1) + 1, cdlm, "dlm_loss")  # in the teacher's step 10
     kill_after(2, train_cdlm, "collect")  # before the third shard
@@ -406,7 +401,7 @@ def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path, mo
     (shards / "00002.safetensors.tmp").write_bytes(b"half")
     kill_after(6, cdlm, "distillation_loss")
     assert len(log_of(tmp_path / "student")) == 1
-    train(monkeypatch, toy, tmp_path, "--weights 1 0.5 1")
+    train(toy, tmp_path, "--weights 1 0.5 1")
     for name in ("teacher/model", "student/model", *(f"trajectories/0000{i}" for i in range(3))):
         a, b = (load_file(folder / f"{name}.safetensors") for folder in (trained, tmp_path))
         assert all(torch.equal(a[n], b[n]) for n in a), name
@@ -453,9 +448,9 @@ def test_trajectory_files(trained):  # 12
     --teacher {toy} | trajectories.* was begun with teacher .*, not
 """),
 )
-def test_trajectories_of_other_settings_are_refused(trained, toy, more, message, monkeypatch):
+def test_trajectories_of_other_settings_are_refused(trained, toy, more, message):
     with pytest.raises(ValueError, match=message):
-        train(monkeypatch, toy, trained, f"--name other {more.format(toy=toy)}")
+        train(toy, trained, f"--name other {more.format(toy=toy)}")
 
 
 # -- another target ------------------------------------------------------------------------------------------
@@ -481,10 +476,10 @@ def other(tmp_path_factory):
     return str(target), str(folder / "answers")
 
 
-def test_a_target_that_knows_no_masks_is_trained_end_to_end(other, tmp_path, monkeypatch, capsys):
+def test_a_target_that_knows_no_masks_is_trained_end_to_end(other, tmp_path, capsys):
     target, answers = other
     options = f"--answers {answers} --block-size 4 --prompts 100"
-    train(monkeypatch, target, tmp_path, options, gen_length=32)
+    train(target, tmp_path, options, gen_length=32)
     # OUT/target: one token more, with the mean of the others as its embedding.
     old = checkpoints.load(target)
     new = checkpoints.load(tmp_path / "target")
@@ -513,7 +508,7 @@ def test_a_target_that_knows_no_masks_is_trained_end_to_end(other, tmp_path, mon
         f"--max-new-tokens 32 --threshold 0 --json {tmp_path}/o",
     )
     assert 1 <= json.loads((tmp_path / "o").read_text())["counts"]["forwards"] <= 8
-    train(monkeypatch, target, tmp_path, options, gen_length=32)
+    train(target, tmp_path, options, gen_length=32)
     assert capsys.readouterr().out.count("is complete") == 2
 
 
@@ -540,20 +535,18 @@ nowhere | cannot read nowhere: No such file
 
 
 @pytest.mark.parametrize("args, message", table(BAD))
-def test_bad_input_is_one_line(args, message, other, toy, tmp_path, monkeypatch):
+def test_bad_input_is_one_line(args, message, other, toy, tmp_path):
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "settings.json").write_text("[]")
     target, answers = other
     args = args.format(other=target, answers=answers, toy=toy, tmp=tmp_path)
     with pytest.raises(ValueError, match=message):
-        train(monkeypatch, args, tmp_path)
+        train(args, tmp_path)
 
 
-def test_a_block_size_that_does_not_divide_the_answer_is_refused(
-    toy, tmp_path, monkeypatch, capsys
-):
+def test_a_block_size_that_does_not_divide_the_answer_is_refused(toy, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        train(monkeypatch, toy, tmp_path, "--block-size 5")
+        train(toy, tmp_path, "--block-size 5")
     assert "argument --block-size: invalid choice: 5" in capsys.readouterr().err
 
 
@@ -597,12 +590,12 @@ def test_a_bug_while_recording_is_no_error_of_a_file(trained, toy, tmp_path, mon
 
     monkeypatch.setattr(train_cdlm, "collect", broken)
     with pytest.raises(RuntimeError, match="a bug"):
-        train(monkeypatch, toy, tmp_path, f"--teacher {trained}/teacher")
+        train(toy, tmp_path, f"--teacher {trained}/teacher")
 
 
-def test_a_learning_rate_of_0_teaches_nothing(trained, toy, tmp_path, monkeypatch):
+def test_a_learning_rate_of_0_teaches_nothing(trained, toy, tmp_path):
     shutil.copytree(trained / "trajectories", tmp_path / "trajectories")
-    train(monkeypatch, toy, tmp_path, f"--teacher {trained}/teacher --steps 1 --lr 0")
+    train(toy, tmp_path, f"--teacher {trained}/teacher --steps 1 --lr 0")
     teacher, student = (
         load_file(folder / "model.safetensors")
         for folder in (trained / "teacher", tmp_path / "student")
