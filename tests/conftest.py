@@ -21,6 +21,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""                         # scripts would 
 import minispec  # noqa: E402  before torch: it tunes the allocator
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 
 from beside import pytest_sessionstart  # noqa: E402, F401  a hook
 from minispec.core import gpt  # noqa: E402
@@ -249,6 +250,15 @@ def log_of(folder):
     """The records of a training."""
     with open(folder / "log.jsonl", encoding="utf-8") as f:
         return [json.loads(line) for line in f]
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def same(a, b):
+    """Whether the tensors {name: tensor} of two files are equal."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def train_toy(script, folder, out, *args):

@@ -9,8 +9,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, TARGET, log_of, outcome, refusal, seeded, toy_model, words
-from safetensors.torch import load_file
+from conftest import ROOT, TARGET, log_of, outcome, refusal, seeded, toy_model, weights, words
 
 import train_gpt
 from minispec.core import losses
@@ -126,7 +125,7 @@ def test_killed_training_resumes_to_the_same_weights_and_shares_its_folder_with_
     assert len(log_of(parts)) < len(log_of(whole))
     done = train(parts, settings)
     assert done.returncode == 0 and "resuming at step" in done.stdout, done.stderr
-    a, b = (load_file(folder / "model.safetensors") for folder in (whole, parts))
+    a, b = weights(whole), weights(parts)
     assert all(torch.allclose(a[n], b[n], atol=1e-5) for n in a)
     one, two = ([(r["step"], r["heldout"]) for r in log_of(folder)] for folder in (whole, parts))
     assert one == two and one[-1][1]["trace"] < one[0][1]["trace"]

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import (TARGET, log_of, refusal, refused, run_script, save_toy_target, seeded, table,
-                      toy_model)
+from conftest import (TARGET, log_of, refusal, refused, run_script, same, save_toy_target, seeded, table,
+                      toy_model, weights)
 from safetensors.torch import load_file, save_file
 from test_cdlm import MASK, PROMPTS, WHOLE as L, B, at, collected, decoded, dense, requests
 from test_cdlm import model, small_blocks, trajectories  # noqa: F401  fixtures
@@ -404,8 +404,7 @@ def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path, mo
     assert len(log_of(tmp_path / "student")) == 1
     train(toy, tmp_path, "--weights 1 0.5 1")
     for name in ("teacher/model", "student/model", *(f"trajectories/0000{i}" for i in range(3))):
-        a, b = (load_file(folder / f"{name}.safetensors") for folder in (trained, tmp_path))
-        assert all(torch.equal(a[n], b[n]) for n in a), name
+        assert same(*(load_file(folder / f"{name}.safetensors") for folder in (trained, tmp_path))), name
     for stage in ("teacher", "student"):
         one, two = (
             [{**r, "seconds": 0} for r in log_of(folder / stage)] for folder in (trained, tmp_path)
@@ -581,8 +580,4 @@ def test_a_bug_while_recording_is_no_error_of_a_file(trained, toy, tmp_path, mon
 def test_a_learning_rate_of_0_teaches_nothing(trained, toy, tmp_path):
     shutil.copytree(trained / "trajectories", tmp_path / "trajectories")
     train(toy, tmp_path, f"--teacher {trained}/teacher --steps 1 --lr 0")
-    teacher, student = (
-        load_file(folder / "model.safetensors")
-        for folder in (trained / "teacher", tmp_path / "student")
-    )
-    assert all(torch.equal(x, student[name]) for name, x in teacher.items())
+    assert same(weights(trained / "teacher"), weights(tmp_path / "student"))

@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 import torch
 from conftest import TARGET as SHIPPED
-from conftest import (dense_logits, outcome, record_here, refusal, refused, run_script, table, toy_model,
-                      train_toy, words)
+from conftest import (dense_logits, outcome, record_here, refusal, refused, run_script, same, table,
+                      toy_model, train_toy, weights, words)
 from safetensors.torch import load_file
 from test_trained import toy_prism, toy_specdiff
 
@@ -66,14 +66,6 @@ def loaded(folder, out, kind="prism"):
     return load_drafter(folder / out, checkpoints.load(folder / "target"), KINDS[kind][3])
 
 
-def weights(folder, out):
-    return load_file(folder / out / "model.safetensors")
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def write_rows(file, rows):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
@@ -99,7 +91,7 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(kind, fold
     capsys.readouterr()
     again = train(folder, f"{kind}-parts", command, kind=kind)
     assert "resuming at step 6" in capsys.readouterr().out
-    assert same(weights(folder, f"{kind}-whole"), weights(folder, f"{kind}-parts"))
+    assert same(weights(folder / f"{kind}-whole"), weights(folder / f"{kind}-parts"))
     assert [{**row, "seconds": 0} for row in log] == [{**row, "seconds": 0} for row in again]
     assert all(time == file.stat().st_mtime for file, time in shards.items())  # made once
     assert f"train_{kind}.py --target" in (folder / f"{kind}-whole" / "command.txt").read_text()
@@ -202,11 +194,11 @@ def test_a_drafter_starts_from_another(folder):
     still = "--lr 0 --tokens 1"
     train(folder, "one", "--arm ttt1 --tokens 1500")
     train(folder, "two", f"--init {folder}/one {still}")
-    one, two = (weights(folder, name) for name in ("one", "two"))
+    one, two = (weights(folder / name) for name in ("one", "two"))
     assert all(torch.equal(x, one[name.replace("bank.1.", "bank.0.")]) for name, x in two.items())
     train(folder, "short", "--objective ce --tokens 1500", kind="specdiff")
     train(folder, "longer", f"--init {folder}/short --gamma 6 {still}", kind="specdiff")
-    assert same(weights(folder, "short"), weights(folder, "longer"))
+    assert same(weights(folder / "short"), weights(folder / "longer"))
     assert [loaded(folder, out, "specdiff").config.gamma for out in ("short", "longer")] == [4, 6]
     train(folder, "chained", f"--init {folder}/short --markov 2 {still}", kind="specdiff")
     assert loaded(folder, "chained", "specdiff").config.rank == 2
@@ -485,7 +477,7 @@ def test_one_command_for_an_own_target_and_what_it_writes(qwen3, short_turns, mo
         with contextlib.suppress(KeyboardInterrupt), mock.patch.object(module, name, dies):
             command("parts")
     assert command("parts") == made
-    assert same(weights(tmp_path, "whole"), weights(tmp_path, "parts"))
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
 
 
 def test_prompts_that_the_target_writes(qwen3, short_turns, monkeypatch, tmp_path):
