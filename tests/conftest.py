@@ -261,6 +261,12 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def dies_after(n, owner, name):
+    """A patch: the process is interrupted in the call of owner.name that follows the first n."""
+    effects = [mock.DEFAULT] * n + [KeyboardInterrupt]
+    return mock.patch.object(owner, name, wraps=getattr(owner, name), side_effect=effects)
+
+
 def train_toy(script, folder, out, *args):
     """A short training with an imported script, for the target in `folder`; returns its log. `args` have the
     last word."""

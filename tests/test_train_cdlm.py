@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import (TARGET, log_of, refusal, refused, run_script, same, save_toy_target, seeded, table,
-                      toy_model, weights)
+from conftest import (TARGET, dies_after, log_of, refusal, refused, run_script, same, save_toy_target,
+                      seeded, table, toy_model, weights)
 from safetensors.torch import load_file, save_file
 from test_cdlm import MASK, PROMPTS, WHOLE as L, B, at, collected, decoded, dense, requests
 from test_cdlm import model, small_blocks, trajectories  # noqa: F401  fixtures
@@ -376,23 +376,9 @@ def test_masks_follow_the_text_in_training_alone(trained):
     assert sorted(NOTES["in order"]) == [0.0] * 6 + [train_cdlm.IN_ORDER] * 24
 
 
-class Killed(Exception):
-    pass
-
-
-def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path, monkeypatch):
+def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path):
     def kill_after(n, owner, name):
-        real = getattr(owner, name)
-        calls = []
-
-        def counted(*args, **kw):
-            calls.append(1)
-            if len(calls) > n:
-                raise Killed
-            return real(*args, **kw)
-
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(owner, name, counted)
+        with dies_after(n, owner, name), pytest.raises(KeyboardInterrupt):
             train(toy, tmp_path, "--weights 1 0.5 1")
 
     kill_after(2 * (4 + 1) + 1, cdlm, "dlm_loss")  # in the teacher's step 10

@@ -9,13 +9,12 @@ import json
 import math
 import os
 import subprocess
-from unittest import mock
 
 import pytest
 import torch
 from conftest import TARGET as SHIPPED
-from conftest import (dense_logits, outcome, record_here, refusal, refused, run_script, same, table,
-                      toy_model, train_toy, weights, words)
+from conftest import (dense_logits, dies_after, outcome, record_here, refusal, refused, run_script, same,
+                      table, toy_model, train_toy, weights, words)
 from safetensors.torch import load_file
 from test_trained import toy_prism, toy_specdiff
 
@@ -466,15 +465,7 @@ def test_one_command_for_an_own_target_and_what_it_writes(qwen3, short_turns, mo
 
     # Stopped at a second write of every kind, then continued.
     for module, name in ((magpie, "write_json"), (rollouts, "save_file"), (drafter_files, "save_drafter")):
-        calls = []
-
-        def dies(*args, write=getattr(module, name), calls=calls, **kw):
-            calls.append(1)
-            if len(calls) == 2:
-                raise KeyboardInterrupt
-            return write(*args, **kw)
-
-        with contextlib.suppress(KeyboardInterrupt), mock.patch.object(module, name, dies):
+        with contextlib.suppress(KeyboardInterrupt), dies_after(1, module, name):
             command("parts")
     assert command("parts") == made
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
