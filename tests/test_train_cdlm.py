@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -297,30 +298,24 @@ def train(target, out, more="", gen_length=160, by=run_script):
         return by(train_cdlm, f"--out {out} {SMALL} --target {target} {more}")
 
 
-NOTES = {"in order": []}  # of the run `trained`
+NOTES = {}  # of the run `trained`
 
 
 @pytest.fixture(scope="module")
 def trained(toy, tmp_path_factory):
     """The folder of an uninterrupted run of all three stages."""
     out = tmp_path_factory.mktemp("cdlm") / "whole"
-    turns, pick = cdlm.turns, cdlm.pick
 
-    def noted(shape, block_size, generator, in_order):
-        NOTES["in order"].append(in_order)
-        return turns(shape, block_size, generator, in_order)
-
-    def watched(confidence, *args):
+    def watched(confidence, *args, pick=cdlm.pick):
         picked = pick(confidence, *args)
         assert picked == [confidence.index(max(confidence))]  # the most confident slot first
         return picked
 
     shown = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
-        patch.setattr(cdlm, "turns", noted)
-        patch.setattr(cdlm, "pick", watched)
+    watching = mock.patch.multiple(cdlm, turns=mock.Mock(wraps=cdlm.turns), pick=watched)
+    with watching, contextlib.redirect_stdout(shown):
         train(toy, out, "--weights 1 0.5 1")
-    NOTES["shown"] = shown.getvalue()
+        NOTES.update(shown=shown.getvalue(), turns=cdlm.turns.call_args_list)
     return out
 
 
@@ -373,7 +368,8 @@ def test_other_trajectories_of_the_same_teacher(trained, toy, tmp_path, monkeypa
 
 def test_masks_follow_the_text_in_training_alone(trained):
     """A stage has twelve steps, and three losses on held-out answers."""
-    assert sorted(NOTES["in order"]) == [0.0] * 6 + [train_cdlm.IN_ORDER] * 24
+    in_order = sorted(call.args[3] for call in NOTES["turns"])
+    assert in_order == [0.0] * 6 + [train_cdlm.IN_ORDER] * 24
 
 
 def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path):
