@@ -115,11 +115,7 @@ def test_kl_is_its_definition(rounded):  # 14, 17
 def test_a_model_has_nothing_to_learn_from_its_own_last_step(model, reverse):  # 14
     """Trajectories of the model itself, block-causal: in a block's last step the only masked slot is
     predicted from the state in which it was revealed; earlier states know less."""
-    asked = requests(length=L)
-    decoded(model, asked=asked, batch_size=4, record=True)
-    rows = [cdlm.trajectory(r.state, EOS) for r in asked]
-    own = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    own["prompt"] = train_cdlm.padded(PROMPTS)
+    own = train_cdlm.collect(cdlm.Decoder(model, MASK, batch_size=4, record=True), requests(length=L))
     last, middle, first = (distillation(model, own, k, reverse) for k in (7, 4, 0))
     assert abs(last) < 1e-4
     assert first > middle > 10 * abs(last)
