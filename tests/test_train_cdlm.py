@@ -348,14 +348,11 @@ def test_ablations_share_teacher_and_trajectories(name, options, losses, trained
     assert list(log_of(trained / name)[0]) == ["step", *losses.split(), "loss", "heldout", "seconds"]
 
 
-def test_other_trajectories_of_the_same_teacher(trained, toy, tmp_path, monkeypatch, capsys):
-    kinds = set()
-    spans = cdlm.Decoder.spans
-    monkeypatch.setattr(
-        cdlm.Decoder, "spans", lambda self, a: kinds.add(self.kind) or spans(self, a)
-    )
-    train(toy, tmp_path, f"--teacher {trained}/teacher --steps 2 --order first --temperatures 0 --dual")
-    assert kinds == {"dual"}
+def test_other_trajectories_of_the_same_teacher(trained, toy, tmp_path, capsys):
+    options = f"--teacher {trained}/teacher --steps 2 --order first --temperatures 0 --dual"
+    with mock.patch.object(cdlm, "Decoder", wraps=cdlm.Decoder) as decoder:
+        train(toy, tmp_path, options)
+    assert decoder.call_args.args[2] == "dual"
     rank = recorded(tmp_path)["rank"]
     assert torch.equal(rank, torch.arange(160).expand(3, -1))
     assert not (tmp_path / "teacher").exists()
@@ -546,12 +543,9 @@ def test_a_tokenizer_without_added_tokens_gets_a_mask(other, tmp_path):
     assert token["id"] == min(x["id"] for x in old) and set(token) <= set(old[0])
 
 
-def test_a_bug_while_recording_is_no_error_of_a_file(trained, toy, tmp_path, monkeypatch):
-    def broken(*args):
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(train_cdlm, "collect", broken)
-    with pytest.raises(RuntimeError, match="a bug"):
+def test_a_bug_while_recording_is_no_error_of_a_file(trained, toy, tmp_path):
+    bug = mock.patch.object(train_cdlm, "collect", side_effect=RuntimeError("a bug"))
+    with bug, pytest.raises(RuntimeError, match="a bug"):
         train(toy, tmp_path, f"--teacher {trained}/teacher")
 
 
