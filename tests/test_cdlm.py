@@ -544,20 +544,12 @@ def answer(toy, tmp_path, capsys):
     return run
 
 
-def test_the_target_is_loaded_to_compare_alone(toy, tmp_path, answer, monkeypatch):
+def test_the_target_is_loaded_to_compare_alone(toy, tmp_path, answer):
     target = save_toy_target(tmp_path, seed=1)
-    loaded = []
-    load = checkpoints.load
-
-    def noted(path, *how):
-        loaded.append(path)
-        return load(path, *how)
-
-    monkeypatch.setattr(checkpoints, "load", noted)
     for model, want in (("nowhere", [toy]), (f"{target} --compare", [toy, target])):
-        loaded.clear()
-        said, out = answer(f"--prompt hi --max-new-tokens 32 --model {model}")
-        assert loaded == want
+        with mock.patch.object(checkpoints, "load", wraps=checkpoints.load) as load:
+            said, out = answer(f"--prompt hi --max-new-tokens 32 --model {model}")
+        assert [call.args[0] for call in load.call_args_list] == want
         assert said["model"] == toy
         assert out.startswith(f"{toy}: ")
 
