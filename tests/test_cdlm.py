@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, TARGET, refused, run_script, save_toy_target, seeded, toy_model
+from conftest import ROOT, TARGET, ids_of, refused, run_script, save_toy_target, seeded, toy_model
 
 import decode
 import train_cdlm
@@ -55,7 +55,7 @@ def decoded(model, kind="student", asked=None, **settings):
 
 
 def tokens_of(*args, **settings):
-    return [g.token_ids for g in decoded(*args, **settings)]
+    return ids_of(decoded(*args, **settings))
 
 
 def at(trajectories, k):
@@ -239,7 +239,7 @@ def test_dual_cache_is_exact_for_one_step_a_block_and_approximate_else(model):
     exact, close = (
         cdlm.Decoder(model, MASK, kind, steps_a_block=4) for kind in ("teacher", "dual")
     )
-    one, two = ([g.token_ids for g in decoder.generate(requests())] for decoder in (exact, close))
+    one, two = (ids_of(decoder.generate(requests())) for decoder in (exact, close))
     assert one != two
     assert exact.counts["forwards"] == close.counts["forwards"]
     assert close.counts["tokens_fed"] < exact.counts["tokens_fed"] / 2
@@ -272,7 +272,7 @@ def test_threshold_sets_the_steps(model, kind):  # 18
     assert steps[0.0] == [fewest] * 4
     assert steps[1.0] == [L] * 4
     assert fewest <= min(steps[0.1]) < L
-    assert [g.token_ids for g in runs[1.0]] == tokens_of(model, kind)
+    assert ids_of(runs[1.0]) == tokens_of(model, kind)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_a_stream_left_in_the_middle_is_not_in_the_way_of_the_next(model):
     stream = decoder.stream(requests())
     next(stream)
     for _ in range(2):  # left open, then closed
-        assert [g.token_ids for g in decoder.generate(requests(length=3 * L))] == want
+        assert ids_of(decoder.generate(requests(length=3 * L))) == want
         stream.close()
 
 
