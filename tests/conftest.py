@@ -127,6 +127,10 @@ def ids_of(generations):
     return [g.token_ids for g in generations]
 
 
+def steps_of(generations):
+    return [s for g in generations for s in g.rounds]
+
+
 def chi_square(counts, probs):
     """p-value of the observed counts (n,) under probabilities (n,). Cells that expect fewer than 5 are
     pooled."""

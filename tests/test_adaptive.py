@@ -6,7 +6,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from conftest import ids_of, near_toy, refused, toy_model
+from conftest import ids_of, near_toy, refused, steps_of, toy_model
 from test_bounds import Round, linear, time_of
 import test_engine
 from test_engine import REJECTION, SCHEDULERS, prompts, sampled
@@ -58,7 +58,7 @@ def answer(scheduler, some, batch=1, new=60):
 
 
 def share(generations, who):
-    steps = [s for g in generations for s in g.rounds]
+    steps = steps_of(generations)
     return sum(s.proposer == who for s in steps) / len(steps)
 
 
@@ -76,7 +76,7 @@ def test_greedy_is_identical_and_all_of_them_draft(batch):
     drafters = NGram(3, 1), small(CLOSE), small(OTHER, "far")
     got = answer(adaptive(prices(), *drafters), some, batch)
     assert ids_of(got) == ids_of(answer(SyncScheduler, some, batch))
-    steps = [s for g in got for s in g.rounds]
+    steps = steps_of(got)
     assert {s.proposer for s in steps} >= {"ngram", "draft", "far"}
     assert not any(s.proposed for s in steps if s.proposer == "target")
 
@@ -119,7 +119,7 @@ def test_looked_up_tokens_are_verified_next_to_drafts():
         short.gamma = 2
         got = answer(adaptive(prices(0.01), NGram(3, 1), short), some, batch)
         assert ids_of(got) == ids_of(answer(SyncScheduler, some, batch))
-        steps = [s for g in got for s in g.rounds]
+        steps = steps_of(got)
         assert any(s.lookup and s.drafted for s in steps) == (batch == 1)
         assert all(s.lookup + s.drafted <= 6 for s in steps)
 
@@ -194,7 +194,7 @@ def test_choices_follow_prices_and_acceptance():
     assert share(one(prices(draft=2.0), TARGET), "target") == 1  # right, but slower than what it saves
     wrong = one(prices(), OTHER)[2:]  # two answers teach that
     assert 0.8 < share(wrong, "target") < 1  # tried again now and then
-    mean = lambda cost: statistics.mean(s.proposed for g in one(cost, CLOSE) for s in g.rounds)
+    mean = lambda cost: statistics.mean(s.proposed for s in steps_of(one(cost, CLOSE)))
     assert mean(prices(draft=0.001, token=0.001)) > mean(prices(draft=0.1, token=0.1)) + 1
 
 
@@ -285,7 +285,7 @@ def test_a_drafter_is_asked_for_at_most_its_window(window):
     drafter = small(TARGET)
     drafter.gamma = window
     got = answer(adaptive(prices(0.001, token=0.001), drafter, k=10), prompts(2))
-    assert max(s.proposed for g in got for s in g.rounds) == window
+    assert max(s.proposed for s in steps_of(got)) == window
 
 
 def test_missing_drafters_and_costs_are_refused(tmp_path):

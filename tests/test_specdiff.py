@@ -10,21 +10,9 @@ import random
 
 import pytest
 import torch
-from conftest import ROOT, chi_square, dense_logits, seeded
-from test_trained import (
-    FORMS,
-    FULL,
-    TARGET,
-    features_of,
-    fit,
-    prompts,
-    run,
-    scheduler,
-    steps_of,
-    texts,
-    toy_specdiff,
-    trained,
-)
+from conftest import ROOT, chi_square, dense_logits, seeded, steps_of
+from test_trained import (FORMS, FULL, TARGET, features_of, fit, prompts, run, scheduler, texts, toy_specdiff,
+                          trained)
 
 from minispec import prism, specdiff
 from minispec.core.drafters import MIN_CONFIDENCE as STOP_AT

@@ -92,10 +92,6 @@ def features_of(ids, layers=()):
     return TARGET(x.view(-1, x.shape[-1]), torch.arange(x.shape[-1])[None], dense_attend(), layers)
 
 
-def steps_of(generations):
-    return [s for g in generations for s in g.rounds]
-
-
 def texts(some):
     """Answers of TARGET as a batch."""
     rows = [(g.prompt_ids, g.token_ids) for g in run(SyncScheduler, some, 10)[0]]
