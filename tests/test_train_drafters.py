@@ -9,6 +9,7 @@ import json
 import math
 import os
 import subprocess
+from unittest import mock
 
 import pytest
 import torch
@@ -144,15 +145,9 @@ def test_a_resumed_training_keeps_its_draft_vocabulary(folder, monkeypatch):
     monkeypatch.setattr(recorded, "most_frequent", lambda *args: torch.arange(40))
     killed(folder, "first", command, steps=0)
     monkeypatch.setattr(recorded, "most_frequent", lambda *args: torch.arange(20, 60))
-    seen = []
-
-    def noted(drafter, *args, real=prism.unrolled_loss):
-        seen.append(drafter.draft_head)
-        return real(drafter, *args)
-
-    monkeypatch.setattr(prism, "unrolled_loss", noted)
-    train(folder, "first", command)
-    own = seen[-1]
+    with mock.patch.object(prism, "unrolled_loss", wraps=prism.unrolled_loss) as loss:
+        train(folder, "first", command)
+    own = loss.call_args.args[0].draft_head
     head = checkpoints.load(folder / "target").head.weight[:40]
     assert torch.equal(own.tokens(torch.arange(40)), torch.arange(40))
     assert torch.equal(own.head.weight, head.to(own.head.weight.dtype))
