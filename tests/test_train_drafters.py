@@ -32,10 +32,9 @@ from minispec.data.tokenizer import GPT2, TEXT_ALONE, Tokenizer, byte_letters
 from minispec.tools import checkpoints, drafter_files, methods, training
 from minispec.tools.drafter_files import load_drafter, save_drafter
 
-KINDS = {  # script, paper, its loss, config, usual arguments, learning rate
-    "prism": (train_prism, prism, "unrolled_loss", prism.PrismConfig, "--unroll 3", "2e-2"),
-    "specdiff": (train_specdiff, specdiff, "training_loss", specdiff.SpecDiffConfig, "--windows 8 --gamma 4",
-                 "1e-2"),
+KINDS = {  # script, config, usual arguments, learning rate
+    "prism": (train_prism, prism.PrismConfig, "--unroll 3", "2e-2"),
+    "specdiff": (train_specdiff, specdiff.SpecDiffConfig, "--windows 8 --gamma 4", "1e-2"),
 }
 both = pytest.mark.parametrize("kind", KINDS)
 pytestmark = pytest.mark.usefixtures("usual_blocks")
@@ -46,24 +45,14 @@ def train(folder, out, *args, kind="prism"):
     return train_toy(script, folder, out, f"--prompts 24 {usual}", *words(*args))
 
 
-def killed(folder, out, *args, kind="prism", steps=3):
-    """A training that dies some steps behind its first checkpoint."""
-    _, paper, name, *_ = KINDS[kind]
-    left = [steps]
-
-    def dies(*some, loss=getattr(paper, name)):
-        left[0] -= (folder / out / "resume.pt").exists()
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        return loss(*some)
-
-    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paper, name, dies)
+def killed(folder, out, *args, kind="prism"):
+    """A training that dies at its second checkpoint."""
+    with dies_after(1, drafter_files, "save_drafter"), pytest.raises(KeyboardInterrupt):
         train(folder, out, *args, kind=kind)
 
 
 def loaded(folder, out, kind="prism"):
-    return load_drafter(folder / out, checkpoints.load(folder / "target"), KINDS[kind][3])
+    return load_drafter(folder / out, checkpoints.load(folder / "target"), KINDS[kind][1])
 
 
 def write_rows(file, rows):
@@ -128,7 +117,7 @@ def test_a_training_is_not_resumed_with_other_settings(folder):
     """The one that differs is named, and nothing is touched. Those that change no weights may differ, and
     of a complete one all."""
     command = "--tokens 900 --batch-tokens 200 --save-every 1"
-    killed(folder, "other", command, steps=0)
+    killed(folder, "other", command)
     before = (folder / "other" / "resume.pt").read_bytes()
     for option, message in table(OTHER):
         with refused(f"the folder was begun with {message}; ", "or use another --out"):
@@ -143,7 +132,7 @@ def test_a_resumed_training_keeps_its_draft_vocabulary(folder, monkeypatch):
     """Also where there are more answers by now: the head's rows are those of the drafter's tokens."""
     command = "--tokens 900 --draft-vocab 40 --batch-tokens 200 --save-every 1"
     monkeypatch.setattr(recorded, "most_frequent", lambda *args: torch.arange(40))
-    killed(folder, "first", command, steps=0)
+    killed(folder, "first", command)
     monkeypatch.setattr(recorded, "most_frequent", lambda *args: torch.arange(20, 60))
     with mock.patch.object(prism, "unrolled_loss", wraps=prism.unrolled_loss) as loss:
         train(folder, "first", command)
