@@ -379,10 +379,7 @@ def test_streak_losses_are_the_expected_accepted_lengths():
 
 
 def test_numerics_of_the_streak():
-    """C4: log space equals products; nothing overflows or vanishes into nan."""
-    q = torch.rand(5, 6, generator=seeded(0), dtype=torch.double)
-    streak = specdiff.log_streak(q.log(), torch.ones(5, 6).bool()).exp().sum(-1)
-    assert torch.allclose(streak, q.cumprod(-1).sum(-1), atol=1e-12)
+    """C4: nothing overflows or vanishes into nan. (Log space equals products: C1.)"""
     labels = torch.tensor([[0, 1, 0, 1]])
     valid = torch.tensor([[True, True, True, False]])
     # Logits of two tokens: q of 1e-12 and less.
