@@ -66,23 +66,23 @@ def toy_specdiff(target=TARGET, seed=5, gamma=4, n_layer=1, **changes):
 prompts = functools.partial(conftest.prompts, vocab=12)
 
 
-def scheduler(drafter, target=TARGET, stop=0.0, k=None, **settings):
+def scheduler(drafter, stop=0.0, k=None, **settings):
     """SyncScheduler with a drafter of either kind."""
 
     def make(engine):
         kind = PrismTreeDrafter if "width" in settings else PrismDrafter
         if not isinstance(drafter, prism.Prism):
             kind = SpecDiffDrafter
-        made = kind(drafter, target, **settings)
+        made = kind(drafter, engine.model, **settings)
         made.min_confidence = stop
         return SyncScheduler(engine, made, k or made.gamma * made.width)
 
     return make
 
 
-def run(plan, some, batch=4, max_new=30, sampling=Sampling(), stop=(), target=TARGET, **kw):
-    engine = Engine(target, plan, batch, prefill_chunk=16, **kw)
-    requests = [Request(p, max_new, replace(sampling, seed=i), stop) for i, p in enumerate(some)]
+def run(plan, some, batch=4, max_new=30, sampling=Sampling()):
+    engine = Engine(TARGET, plan, batch, prefill_chunk=16)
+    requests = [Request(p, max_new, replace(sampling, seed=i)) for i, p in enumerate(some)]
     return engine.generate(requests), engine
 
 
@@ -143,7 +143,7 @@ def case(name):
         return scheduler(RANDOM[name], k=6)
     if name in REJECTED:
         drafter, settings = REJECTED[name]
-        return scheduler(drafter, TINY, **settings)
+        return scheduler(drafter, **settings)
     kind, settings, _ = CASES[name]
     return scheduler(trained(kind), **settings)
 
