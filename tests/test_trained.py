@@ -20,7 +20,7 @@ from minispec.core.verify import Sampling
 from minispec.data import recorded, rollouts
 from minispec.data.recorded import most_frequent
 from minispec.prism import PrismConfig, PrismDrafter, PrismTreeDrafter
-from minispec.specdiff import SpecDiffConfig, SpecDiffDrafter
+from minispec.specdiff import SpecDiffDrafter
 from minispec.tools.checkpoints import fingerprint
 from minispec.tools.drafter_files import load_drafter, save_drafter
 
@@ -166,21 +166,17 @@ REJECTED = {
 # -- folders -------------------------------------------------------------------------------------------------
 
 DRAFTERS = {
-    "prism": (lambda: toy_prism(step_map=(0, 1, 1, 2)), PrismConfig),
-    "some tokens": (lambda: toy_prism().restrict(torch.tensor([1, 2, 5])), PrismConfig),
-    **{
-        form: (functools.partial(toy_specdiff, **changes), SpecDiffConfig)
-        for form, changes in FORMS.items()
-    },
+    "prism": toy_prism(step_map=(0, 1, 1, 2)),
+    "some tokens": toy_prism().restrict(torch.tensor([1, 2, 5])),
+    **{form: toy_specdiff(**changes) for form, changes in FORMS.items()},
 }
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_save_and_load(name, tmp_path):
-    make, config = DRAFTERS[name]
-    drafter = make()
+    drafter = DRAFTERS[name]
     save_drafter(drafter, tmp_path, TARGET)
-    again = load_drafter(tmp_path, TARGET, config)
+    again = load_drafter(tmp_path, TARGET, type(drafter.config))
     assert again.config == replace(drafter.config, target=fingerprint(TARGET))
     got = again.state_dict()
     for key, x in drafter.state_dict().items():
@@ -214,7 +210,7 @@ no config | | cannot read
 
 @pytest.mark.parametrize("damage, instead, message", table(DAMAGED))
 def test_damaged_folders_are_named(damage, instead, message, tmp_path):
-    save_drafter(DRAFTERS["some tokens"][0](), tmp_path, TARGET)
+    save_drafter(DRAFTERS["some tokens"], tmp_path, TARGET)
     config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
     if instead:
         assert damage in config.read_text()
