@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, attend_alone, cached_kv, fresh_kv, only_keys, refused, seeded
 from test_specdiff import V, chi_square_of, table
-from test_trained import CASES, MAPS, TARGET, case, features_of, prompts, texts, toy_prism, trained
+from test_trained import CASES, TARGET, case, features_of, prompts, texts, toy_prism, trained
 
 from minispec import prism
 from minispec.core.engine import Engine
@@ -20,7 +20,7 @@ from minispec.core.requests import Request
 from minispec.core.verify import Sampling, draw, verify_tree
 from minispec.prism import PrismConfig, PrismTreeDrafter
 
-DRAFTERS = {m: toy_prism(step_map=MAPS[m]) for m in MAPS}
+ONE, TWO = toy_prism(step_map=(0,)), toy_prism(step_map=(0, 1))
 
 
 # -- training equals drafting --------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def test_the_shortened_test_of_the_page_runs():
     with open(f"{ROOT}/docs/debug-drafter.md", encoding="utf-8") as f:
         code = re.search(r"```python\n(.*?)```", f.read(), re.S)[1]
     ids = torch.randint(0, 12, (331,), generator=seeded(1)).tolist()
-    names = {**globals(), "drafter": DRAFTERS[2], "ids": ids}
+    names = {**globals(), "drafter": TWO, "ids": ids}
     exec(code, names)
     names["test_states_in_training_equal_states_in_drafting"]()
 
@@ -213,12 +213,12 @@ def first_tree(prompt, stop):
             seen.append((drafts, super().result(drafts, q, limit), len(steps)))
             return seen[-1][1]
 
-    drafter = Watched(DRAFTERS[2], TARGET, 4, 2)
+    drafter = Watched(TWO, TARGET, 4, 2)
     drafter.min_confidence = stop
     request = Request(prompt, 40)
     request.n_cached = len(prompt) - 1
     drafter.observe(request, features_of(prompt)[0, :-1])
-    hook = DRAFTERS[2].register_forward_pre_hook(lambda _, args: steps.append(args[0]))
+    hook = TWO.register_forward_pre_hook(lambda _, args: steps.append(args[0]))
     drafter.propose([request], [28])
     hook.remove()
     return seen[0]
@@ -289,7 +289,7 @@ def test_a_draft_step_reads_one_module(step_map, used):
     drafter = toy_prism(step_map=step_map)
     read = set()
     assert KVCache(drafter.config, 10).k.shape[0] == 1  # whatever M is
-    assert drafter.n_params() == (max(step_map) + 1) * DRAFTERS[1].n_params()
+    assert drafter.n_params() == (max(step_map) + 1) * ONE.n_params()
     leaves = [m for m in drafter.modules() if not list(m.children())]
     hooks = [m.register_forward_hook(lambda m, *_: read.update(m.parameters())) for m in leaves]
     for step, module in enumerate(used, 1):
@@ -303,7 +303,7 @@ def test_a_draft_step_reads_one_module(step_map, used):
 
 def test_the_stacked_arm_shares_no_cache_layer():
     stack = toy_prism(step_map=(0,), n_layer=2)
-    one = DRAFTERS[1].n_params()
+    one = ONE.n_params()
     assert one < stack.n_params() < 2 * one
     assert KVCache(stack.config, 4).k.shape[0] == 2
 
