@@ -25,7 +25,9 @@ from minispec.specdiff import MASK, SpecDiffDrafter, best_path
 RULES = ("rejection", "selection", "walk")
 
 
-every_form = pytest.mark.parametrize("form", FORMS)
+@pytest.fixture(params=FORMS)
+def drafter(request):
+    return toy_specdiff(**FORMS[request.param])
 
 
 # -- the drafter (A) -----------------------------------------------------------------------------------------
@@ -54,10 +56,8 @@ def obvious_logits(drafter, ids, start, shown=None, drafts=()):
 
 
 @torch.no_grad()
-@every_form
-def test_packed_windows_equal_one_window_at_a_time(form):
+def test_packed_windows_equal_one_window_at_a_time(drafter):
     """A4, and D3: texts of different lengths, padded, in one batch."""
-    drafter = toy_specdiff(**FORMS[form])
     rng = random.Random(0)
     some = [[rng.randrange(12) for _ in range(n)] for n in (60, 300)]
     ids = torch.zeros(2, 300, dtype=torch.long)
@@ -76,12 +76,10 @@ def test_packed_windows_equal_one_window_at_a_time(form):
 
 
 @torch.no_grad()
-@every_form
-def test_cached_drafting_equals_a_forward_without_cache(form):
+def test_cached_drafting_equals_a_forward_without_cache(drafter):
     """A4, A2 and A5: the q that the engine gets of a round is what an uncached forward over all committed
     tokens gives, so the drafter's cache holds what a new prefill would; whatever noise drew the chain, it is
     a distribution, and chains have none of the tokens that top-k cut off."""
-    drafter = toy_specdiff(**FORMS[form])
     seen = []
 
     def plan(engine):
@@ -120,7 +118,7 @@ def test_one_forward_of_drafter_and_target_a_round(monkeypatch):
         assert max(s.proposed for s in g.rounds) == settings["gamma"]
 
 
-@every_form
+@pytest.mark.parametrize("form", FORMS)
 def test_windows_are_where_they_should_be(form):
     """A3 and D4: windows of a text learned by heart are the text, to the last slot; training for the streak
     itself brings J to gamma."""
@@ -420,11 +418,9 @@ def test_objectives_by_hand():
 
 
 @torch.no_grad()
-@every_form
-def test_distillation_is_a_kl_divergence_slot_by_slot(form):
+def test_distillation_is_a_kl_divergence_slot_by_slot(drafter):
     """Mean by slot, decaying along the window; where rows guess the next token, every row of an answer is
     a first slot."""
-    drafter = toy_specdiff(**FORMS[form])
     batch = texts(prompts(3, seed=4))
     starts = specdiff.draw_windows(batch.learn, 5, seeded())
 
