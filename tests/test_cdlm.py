@@ -59,8 +59,8 @@ def tokens_of(*args, **settings):
 
 
 def at(trajectories, k):
-    """State k (n,) of trajectories (n, L): the slots of rank < k hold their tokens."""
-    return trajectories["tokens"].masked_fill(trajectories["rank"] >= k[:, None], MASK)
+    """State k, a number or (n, 1), of trajectories (n, L): the slots of rank < k hold their tokens."""
+    return trajectories["tokens"].masked_fill(trajectories["rank"] >= k, MASK)
 
 
 def filled(asked):
@@ -414,7 +414,7 @@ def test_a_trajectory_reveals_a_token_a_step_block_by_block(model, trajectories)
     assert (rank // B == slots // B).all()
     assert (rank != slots).any()
     for k in range(WHOLE + 1):
-        assert torch.equal(at(trajectories, torch.full((4,), k)) == MASK, rank >= k)
+        assert torch.equal(at(trajectories, k) == MASK, rank >= k)
     in_order = collected(model, requests(length=WHOLE), "first")
     assert (in_order["rank"] == slots).all()
     assert in_order["hidden"].any(-1).all()
@@ -446,7 +446,7 @@ def test_hidden_rows_give_the_teachers_distribution_back(model, trajectories):  
     assert trajectories["hidden"].dtype == torch.float16
     for row, prompt in enumerate(PROMPTS[:2]):
         for slot in range(WHOLE):
-            y = at(trajectories, trajectories["rank"][:, slot])[row].tolist()
+            y = at(trajectories, trajectories["rank"][:, slot, None])[row].tolist()
             want = dense(model, prompt, y, cdlm.bidirectional)[slot]
             got = cdlm.mask_free(model.logits(trajectories["hidden"][row, slot].float()), MASK)
             assert y[slot] == MASK

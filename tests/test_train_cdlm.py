@@ -69,10 +69,8 @@ def test_consistency_loss_by_hand(model, trajectories, reverse):  # 13
     want = 0.0
     for row, (prompt, k) in enumerate(zip(PROMPTS, drawn)):
         end = (k // B + 1) * B
-        goal, q = (
-            dense(model, prompt, at(trajectories, torch.full((4,), step))[row].tolist())[end:]
-            for step in (end, k)
-        )
+        states = (at(trajectories, step)[row].tolist() for step in (end, k))
+        goal, q = (dense(model, prompt, state)[end:] for state in states)
         if end < L:
             want += cdlm.kl(goal, q, reverse).mean().item() / 4
     assert want > 0
