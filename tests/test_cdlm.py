@@ -423,8 +423,6 @@ def test_a_trajectory_reveals_a_token_a_step_block_by_block(model, trajectories)
 @pytest.mark.parametrize(
     "rank, live, want",
     [
-        ([0, 1, 2, 3], 4, 0),
-        ([1, 0, 2, 3], 4, 0.25),
         ([1, 2, 3, 0], 4, 0.25),
         ([3, 2, 1, 0], 4, 0.75),
         ([1, 0, 3, 2], 2, 0.5),
