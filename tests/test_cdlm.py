@@ -460,7 +460,6 @@ def test_blocks_behind_the_end_of_text_are_not_decoded(model, monkeypatch):  # 1
     assert data["rank"][0].tolist() == list(range(WHOLE))
 
 
-
 @pytest.mark.parametrize("family", tasks.FAMILIES)
 @pytest.mark.parametrize("split", ["train", "heldout"])
 def test_problems_fit_and_fill_up_with_ends_of_text(family, split):
