@@ -212,19 +212,25 @@ def test_missing_data_names_the_public_source(tmp_path):
 
 # -- turns -----------------------------------------------------------------------------------------------
 
-def head(who):
-    """The head of a message of Llama-3."""
-    return f"<|start_header_id|>{who}<|end_header_id|>\n\n"
+LLAMA = """\
+<|begin_of_text|><|start_header_id|>user<|end_header_id|>
 
+2+2?<|eot_id|><|start_header_id|>assistant<|end_header_id|>
 
-def chatml(who, text):
-    return f"<|im_start|>{who}\n{text}<|im_end|>\n"
+Four.<|eot_id|><|start_header_id|>user<|end_header_id|>
 
+Sure?<|eot_id|><|start_header_id|>assistant<|end_header_id|>
 
-LLAMA = (f"<|begin_of_text|>{head('user')}2+2?<|eot_id|>{head('assistant')}Four.<|eot_id|>"
-         f"{head('user')}Sure?<|eot_id|>{head('assistant')}")
-QWEN = "".join([chatml("user", "2+2?"), chatml("assistant", "Four."), chatml("user", "Sure?"),
-                "<|im_start|>assistant\n"])
+"""
+QWEN = """\
+<|im_start|>user
+2+2?<|im_end|>
+<|im_start|>assistant
+Four.<|im_end|>
+<|im_start|>user
+Sure?<|im_end|>
+<|im_start|>assistant
+"""
 OURS = "<|bos|><|prompt|>2+2?\n<|think|>so<|answer|>4<|eos|><|prompt|>Sure?\n<|think|>"
 
 
