@@ -185,6 +185,11 @@ def table(text):
     return [[cell.strip() for cell in line.split("|")] for line in text.strip().splitlines()]
 
 
+def values(text):
+    """The same of a table whose cells are JSON."""
+    return [[json.loads(cell) for cell in row] for row in table(text)]
+
+
 def words(line="", *more):
     """Arguments of a script: those of a command line, then others as they are."""
     return [*shlex.split(str(line)), *map(str, more)]

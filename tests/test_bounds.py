@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, values
 
 from minispec import bounds
 from minispec.bounds import AVERAGES, COMBINED, replay, rung_seconds
@@ -250,14 +250,14 @@ def test_a_perfect_drafter_has_a_closed_form(k):
 def test_figures_of_an_h100():
     """Step time in ms and the ceiling of k = 3 by batch, at context 600, as the paper's constants give
     them."""
-    for batch, want in {
-        1: (7.14, 3.06),
-        32: (8.52, 2.68),
-        128: (12.80, 2.21),
-        512: (29.91, 1.84),
-    }.items():
+    for batch, *want in values("""
+        1   | 7.14  | 3.06
+        32  | 8.52  | 2.68
+        128 | 12.80 | 2.21
+        512 | 29.91 | 1.84
+    """):
         plain, three = H100.round("eagle3", 600 * batch, np.array([0, 3]), batch)
-        assert (1e3 * plain, 4 * plain / three) == pytest.approx(want, abs=0.006)
+        assert [1e3 * plain, 4 * plain / three] == pytest.approx(want, abs=0.006)
 
 
 def test_a_price_of_one_point_is_paid_every_round():

@@ -7,7 +7,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from conftest import TARGET, dense_logits, refused, toy_model
+from conftest import TARGET, dense_logits, refused, toy_model, values
 
 gguf = pytest.importorskip("gguf")
 
@@ -131,9 +131,15 @@ def test_other_names_of_a_pre_tokenizer(name, other, tokenizer_of):
         assert ours.encode(text) == theirs.encode(text)
 
 
-@pytest.mark.parametrize("pre, add_bos, want", [
-    ("smollm", True, True), ("smollm", False, False), ("smollm", None, False), ("llama-bpe", None, True),
-    ("llama3", None, True), ("llama3", False, False), ("qwen2", None, False)])
+@pytest.mark.parametrize("pre, add_bos, want", values("""
+    "smollm" | true | true
+    "smollm" | false | false
+    "smollm" | null | false
+    "llama-bpe" | null | true
+    "llama3" | null | true
+    "llama3" | false | false
+    "qwen2" | null | false
+"""))
 def test_text_without_a_template_begins_as_the_file_says(pre, add_bos, want, tokenizer_of):
     """llama.cpp begins a text with a begin-of-text token if add_bos_token says so or, without it, if the
     pre-tokenizer is Llama-3's."""

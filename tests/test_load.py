@@ -3,13 +3,21 @@ import subprocess
 import sys
 
 import pytest
+from conftest import values
 
 from minispec.tools import load
 
 
-@pytest.mark.parametrize("used, threads, cores, said", [
-    (0.0, 2, 2, False), (0.2, 2, 2, False), (4.0, 2, 2, True), (10.0, 2, 2, True), (10.0, 1, 2, False),
-    (12.0, 1, 2, True), (20.0, 2, 16, False), (140.0, 4, 16, True)])
+@pytest.mark.parametrize("used, threads, cores, said", values("""
+    0.0   | 2 |  2 | false
+    0.2   | 2 |  2 | false
+    4.0   | 2 |  2 | true
+    10.0  | 2 |  2 | true
+    10.0  | 1 |  2 | false
+    12.0  | 1 |  2 | true
+    20.0  | 2 | 16 | false
+    140.0 | 4 | 16 | true
+"""))
 def test_a_busy_machine_is_named(used, threads, cores, said, monkeypatch):
     """CPU seconds of others in ten seconds; they matter if they take a core that a thread needs."""
     seconds = iter((5.0, 5.0 + used))

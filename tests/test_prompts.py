@@ -7,7 +7,7 @@ import os
 import types
 
 import pytest
-from conftest import ROOT, TARGET, outcome, refusal, refused, table
+from conftest import ROOT, TARGET, outcome, refusal, refused, table, values
 
 import decode
 from minispec.tools import checkpoints
@@ -193,9 +193,12 @@ def test_null_in_an_optional_field_is_absent(row, tmp_path):
         assert load(tmp_path, {**rest, given[name]: None}) == load(tmp_path, rest)
 
 
-@pytest.mark.parametrize("key, id, shown", [
-    ("task_id", "HumanEval/7", " HumanEval/7"), ("question_id", 81, " 81"), ("ID", "a\x1b[2J", " a\\x1b[2J"),
-    ("other", 1, "")])
+@pytest.mark.parametrize("key, id, shown", values(r"""
+    "task_id" | "HumanEval/7" | " HumanEval/7"
+    "question_id" | 81 | " 81"
+    "ID" | "a\u001b[2J" | " a\\x1b[2J"
+    "other" | 1 | ""
+"""))
 def test_a_prompt_that_does_not_fit_is_named_by_its_number_and_id(key, id, shown, toy, tmp_path):
     load(tmp_path, {"prompt": "short"}, {"prompt": "word " * 600, key: id}, {"prompt": "word " * 700, key: 9})
     line = refusal(decode, f"--model {toy} --prompts {tmp_path}/p.jsonl --max-new-tokens 2")
