@@ -19,6 +19,10 @@ def linear(**coefficients):
     return {"kind": "linear", **coefficients}
 
 
+def grid(rows, tokens, kv, seconds):
+    return {"kind": "grid", "rows": rows, "tokens": tokens, "kv": kv, "seconds": seconds}
+
+
 NO_PREFILL = {"prefill": linear()}
 UNIT = {"verify": linear(base=1.0), **NO_PREFILL}  # a step takes 1
 FREE = {"a": linear(), "b": linear()}
@@ -136,8 +140,8 @@ def noisy_table(rng, names="ab"):
     rows, tokens, kv = [1, 4, 64], [1, 2, 3, 5, 9], [0, 40, 100]
     value = lambda b, n, c: (1 + 0.05 * b * n + 0.001 * b * c) * rng.uniform(0.7, 1.3)
     seconds = lambda: [[[value(b, n, c) for c in kv] for n in tokens] for b in rows]
-    grid = lambda: {"kind": "grid", "rows": rows, "tokens": tokens, "kv": kv, "seconds": seconds()}
-    return {"verify": grid(), "draft": {m: grid() for m in names}}
+    measured = lambda: grid(rows, tokens, kv, seconds())
+    return {"verify": measured(), "draft": {m: measured() for m in names}}
 
 
 def rungs(some, table, *args):
@@ -263,14 +267,7 @@ def test_figures_of_an_h100():
 def test_a_price_of_one_point_is_paid_every_round():
     """A table measured at one k and one context is a natural one; 3 ms a round are 3 ms a round."""
     t = trace_of(100, mtp=[3] * 100)
-    point = {
-        "kind": "grid",
-        "rows": [1, 16],
-        "tokens": [3],
-        "kv": [512],
-        "seconds": [[[3e-3]], [[3e-3]]],
-    }
-    for draft in (point, linear(base=3e-3)):
+    for draft in (grid([1, 16], [3], [512], [[[3e-3]], [[3e-3]]]), linear(base=3e-3)):
         verify = linear(base=6e-3, token=2e-5)
         cost = CostTable({"verify": verify, "draft": {"mtp": draft}, **NO_PREFILL})
         got = seconds_of(t, cost, ["mtp"], 1, 2)

@@ -8,17 +8,13 @@ import random
 import numpy as np
 import pytest
 from conftest import table
-from test_bounds import linear, random_trace
+from test_bounds import grid, linear, random_trace
 
 from minispec import traces
 from minispec.costs import CostTable, expected_tokens, read_costs
 from minispec.traces import read_traces, write_traces
 
 FIELDS = "accept", "censored", "offered"
-
-
-def grid(rows, tokens, kv, seconds):
-    return {"kind": "grid", "rows": rows, "tokens": tokens, "kv": kv, "seconds": seconds}
 
 
 # -- prices ----------------------------------------------------------------------------------------
