@@ -405,18 +405,12 @@ def test_the_ladder_is_made_of_the_rungs():
         }
 
     for by in AVERAGES:
-        of = lambda rung: bounds.speedup(
-            by, np.array([17, 40]), plain, np.array([t[rung] for t in times])
-        )
+        of = lambda rung: bounds.speedup(by, np.array([17, 40]), plain, np.array([t[rung] for t in times]))
         best = {m: max((of(("fixed", m, k)), k) for k in (1, 2, 3))[1] for m in "ab"}
-        assert {key: out[by][key] for key in by_hand(of, best)} == by_hand(of, best)
+        assert out[by] == by_hand(of, best)
     # A sample of two requests may have only one of them. The last average is the mean rate.
     alone = lambda rung: pytest.approx(sorted(one["plain"] / one[rung] for one in times))
-    want, span = by_hand(alone, best), out["range"]
-    fixed = lambda rungs: {m: x["speedup"] for m, x in rungs["L2"].items()}
-    assert fixed(span) == fixed(want)
-    assert {m: span["L5"][m] for m in "ab"} == want["L5"] and span["L4"]["all"] == want["L4"]["all"]
-    assert all(span[key] == want[key] for key in ("L6", "L7", "L9"))
+    assert out["range"] == by_hand(alone, best)
 
 
 def test_the_two_averages_differ_where_requests_do():
