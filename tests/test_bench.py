@@ -55,28 +55,28 @@ def files(tmp_path):
     return tmp_path
 
 
-def command(files, *more):
-    return outcome(bounds, f"--traces {files}/t.jsonl --cost {files}/c.json", *words(*more))
+def printed(files, more=""):
+    r = outcome(bounds, f"--traces {files}/t.jsonl --cost {files}/c.json {more}")
+    assert r.returncode == 0, r.stderr
+    return r.stdout
 
 
-def refused(files, *more):
-    return refusal(bounds, f"--traces {files}/t.jsonl --cost {files}/c.json", *words(*more))
+def refused(files, more=""):
+    return refusal(bounds, f"--traces {files}/t.jsonl --cost {files}/c.json {more}")
 
 
 def test_bounds_from_two_files_print_the_ladder_and_write_nothing(files):
-    r = command(files)
-    assert r.returncode == 0, r.stderr
+    text = printed(files)
     for said in ("4 requests, 24 positions", "c.json", "rounds  of at most 3 drafts", "| arith | 16 | all |",
                  "best fixed k | greedy (not a bound) | optimum of one | optimum of all | free drafters",
                  "| story | 1 | ngram |", "All speed-ups are total time / mean rate (95 % interval"):
-        assert said in r.stdout
-    assert "observed" not in r.stdout
+        assert said in text
+    assert "observed" not in text
     assert sorted(os.listdir(files)) == ["c.json", "t.jsonl"]
 
 
 def test_batches_and_k_max_are_those_asked_for(files):
-    r = command(files, f"--batches 2,9 --k-max 2 --json {files}/o.json")
-    assert r.returncode == 0, r.stderr
+    printed(files, f"--batches 2,9 --k-max 2 --json {files}/o.json")
     cells = json.loads((files / "o.json").read_text())["cells"]
     assert {(c["batch"], c["k_max"]) for c in cells} == {(2, 2), (9, 2)}
     assert set(AVERAGES) <= set(cells[0])
@@ -133,11 +133,10 @@ def test_names_from_files_are_shown_not_obeyed(files, monkeypatch):
     for drafters in (COSTS["draft"], {"draft": COSTS["draft"]["draft"]}):
         costs = json.dumps({**COSTS, "draft": drafters, "about": {EVIL: EVIL}})
         (files / "c.json").write_text(costs.replace('"ngram"', evil))
-        r = command(files, f"--json {files}/o.json")
-        assert r.returncode == 0, r.stderr
-        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", r.stdout)
-        assert "a\\|b\\x1b[2J\\x0d$ {x_$} \\| c" in r.stdout
-        tables = [part.splitlines() for part in r.stdout.split("\n\n") if part.startswith("|")]
+        shown = printed(files, f"--json {files}/o.json")
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)
+        assert "a\\|b\\x1b[2J\\x0d$ {x_$} \\| c" in shown
+        tables = [part.splitlines() for part in shown.split("\n\n") if part.startswith("|")]
         assert len(tables) == 2 and min(map(len, tables)) > 5
         for rows in tables:
             assert len({len(re.findall(r"(?<!\\)\|", line)) for line in rows}) == 1
