@@ -147,12 +147,17 @@ def chi_square(counts, probs):
     return torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), statistic / 2).item()
 
 
-def save_toy_target(folder, **changes):
-    """A random target with the shipped tokenizer, in folder/target, which is returned."""
+def toy_target(**changes):
+    """(random target, tokenizer) with the vocabulary and the ends of the shipped ones."""
     from minispec.data.tokenizer import Tokenizer
     tokenizer = Tokenizer.load(TARGET)
     ends = {f"{name}_id": tokenizer.special[f"<|{name}|>"] for name in ("bos", "eos")}
-    model = toy_model(vocab=tokenizer.vocab_size, **ends, **changes)
+    return toy_model(vocab=tokenizer.vocab_size, **ends, **changes), tokenizer
+
+
+def save_toy_target(folder, **changes):
+    """A random target with the shipped tokenizer, in folder/target, which is returned."""
+    model, _ = toy_target(**changes)
     checkpoints.save(model, f"{folder}/target", TARGET)
     return f"{folder}/target"
 

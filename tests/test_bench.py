@@ -17,7 +17,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TARGET, outcome, refusal, table, toy_model, words
+from conftest import ROOT, TARGET, outcome, refusal, table, toy_model, toy_target, words
+from test_bounds import grid
 
 import bench
 import gpu_suite as gpu
@@ -27,7 +28,6 @@ from minispec.bounds import AVERAGES
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.requests import Request
 from minispec.data import mixture, tasks
-from minispec.data.tokenizer import Tokenizer
 from minispec.studies import measure, results, run
 from minispec.tools import checkpoints, methods
 from minispec.tools.files import write_json
@@ -200,18 +200,12 @@ def test_the_recipe_makes_traces_of_an_engines_logs(tmp_path):
 
 # -- the studies -------------------------------------------------------------------------------------
 
-def small_target(**changes):
-    tokenizer = Tokenizer.load(TARGET)
-    ids = {f"{name}_id": tokenizer.special[f"<|{name}|>"] for name in ("bos", "eos")}
-    return toy_model(vocab=tokenizer.vocab_size, block_size=1024, **ids, **changes), tokenizer
-
-
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """The studies of run.py on a toy target with one family of problems and short answers."""
     folder = tmp_path_factory.mktemp("results")
     patch = pytest.MonkeyPatch()
-    model, tokenizer = small_target(n_layer=1)
+    model, tokenizer = toy_target(block_size=1024, n_layer=1)
     args = methods.settings(quick=True, cost=str(folder / "costs.json"), data=None)
     patch.setattr(results, "FOLDER", str(folder))
     patch.setattr(measure, "LARGE", 1 << 16)
@@ -282,15 +276,20 @@ def test_studies_are_chosen():
     assert chosen("all") == [*bench.STUDIES][:-2] and chosen("arms") == ["arms"]
 
 
+def profiled(monkeypatch, target, drafters, costs):
+    """The cost table of `profile` if the measured one is `costs`."""
+    monkeypatch.setattr(methods, "chain_drafters", lambda *_: drafters)
+    monkeypatch.setattr(measure, "cost_table", lambda *_, **__: dict(costs))
+    monkeypatch.setattr(measure, "attention_reads", lambda model: [{}])
+    return run.profile(methods.settings(quick=True, data=None), *target)["costs"]
+
+
 def test_profile_says_how_often_drafters_are_right(measured, monkeypatch):
     """The target itself is always right, and this prompt lookup, of answers that do not repeat, never."""
-    model, tokenizer = small_target()
     monkeypatch.setattr(run, "QUICK", replace(run.QUICK, new=12))
+    model, tokenizer = toy_target(block_size=1024)
     drafters = {"ngram": NGram(), "draft": SmallLM(model, model)}
-    monkeypatch.setattr(methods, "chain_drafters", lambda *_: drafters)
-    monkeypatch.setattr(measure, "cost_table", lambda *_, **__: dict(measured[1]["profile"]["costs"]))
-    monkeypatch.setattr(measure, "attention_reads", lambda model: [{}])
-    costs = run.profile(methods.settings(quick=True, data=None), model, tokenizer)["costs"]
+    costs = profiled(monkeypatch, (model, tokenizer), drafters, measured[1]["profile"]["costs"])
     assert CostTable(costs).accept == costs["accept"] == {"ngram": 0.0, "draft": 1.0}
 
 
@@ -299,17 +298,11 @@ def test_every_batch_size_has_its_best_number_of_drafts(monkeypatch):
     interpolated, so the best number of drafts falls from batch to batch."""
     left = np.minimum(np.random.default_rng(0).geometric(0.2, 400), np.arange(400, 0, -1))
     some = [traces.Trace("a/0", 9, 400, {"ngram": left})]
-    costs = {"verify": {"rows": [1, 9], "tokens": [1, 17], "seconds": [[[1], [1]], [[1], [17]]]},
-             "draft": {"ngram": {"rows": [1, 9], "tokens": [1], "seconds": [[[0]], [[0]]]}}}
-    for grid in (costs["verify"], costs["draft"]["ngram"]):
-        grid |= {"kind": "grid", "kv": [0]}
-    monkeypatch.setattr(methods, "chain_drafters", lambda *_: ["ngram"])
+    costs = {"verify": grid([1, 9], [1, 17], [0], [[[1], [1]], [[1], [17]]]),
+             "draft": {"ngram": grid([1, 9], [1], [0], [[[0]], [[0]]])}}
     monkeypatch.setattr(measure, "acceptance", lambda *_: 0.8)
-    monkeypatch.setattr(measure, "cost_table", lambda *_, **__: costs)
-    monkeypatch.setattr(measure, "attention_reads", lambda model: [{}])
     monkeypatch.setattr(run, "traces_of", lambda *_, **__: some)
-    model, tokenizer = small_target()
-    found = run.profile(methods.settings(quick=True, data=None), model, tokenizer)["costs"]["about"]["best_k"]
+    found = profiled(monkeypatch, toy_target(), ["ngram"], costs)["about"]["best_k"]
     drafts = [found[str(batch)]["ngram"] for batch in range(1, 10)]
     assert drafts[0] > drafts[2] > drafts[4] > drafts[8] == 1 and drafts == sorted(drafts, reverse=True)
 
