@@ -453,21 +453,23 @@ def test_a_real_model_gets_real_prompts(tmp_path):
     assert len({p.prompt for own in (*shipped.values(), *later.values()) for p in own}) == 12
 
 
-@pytest.mark.parametrize("line, packaged, model, folder, cost", [
-    *((line, packaged, methods.SHIPPED, "results", "results/costs.json")
-      for line, packaged in (("", False), ("run", True))),
-    ("", True, "smollm2", "results/smollm2", "results/smollm2/costs.json"),
-    ("--cost c.json", True, "smollm2", "results/smollm2", "c.json"),
-    *((f"run --model {path}", True, path, f"results/{name}", f"results/{name}/costs.json")
-      for path, name in (("models/mine.gguf", "mine.gguf"), ("models/Llama-3.2-1B/", "Llama-3.2-1B"),
-                         (".", os.path.basename(os.getcwd()))))])
-def test_results_of_another_target_have_their_own_folder(line, packaged, model, folder, cost, monkeypatch):
+@pytest.mark.parametrize("packaged, line, model, folder", table(f"""
+    | | {methods.SHIPPED} | results
+    yes | run | {methods.SHIPPED} | results
+    yes | | smollm2 | results/smollm2
+    yes | --cost c.json | smollm2 | results/smollm2
+    yes | run --model models/mine.gguf | models/mine.gguf | results/mine.gguf
+    yes | run --model models/Llama-3.2-1B/ | models/Llama-3.2-1B/ | results/Llama-3.2-1B
+    yes | run --model . | . | results/{os.path.basename(os.getcwd())}
+"""))
+def test_results_of_another_target_have_their_own_folder(packaged, line, model, folder, monkeypatch):
     """If no study is named, a real model that is installed is the target."""
     monkeypatch.setattr(sys, "argv", ["bench.py", *words(line)])
     monkeypatch.setattr(results, "FOLDER", "results")
     monkeypatch.setattr(bench.gguf_file, "packaged", lambda: packaged)
     args = bench.parse_args()
     bench.choose_target(args)
+    cost = "c.json" if "--cost" in line else f"{folder}/costs.json"
     assert (args.model, results.FOLDER, args.cost) == (model, folder, cost)
 
 
