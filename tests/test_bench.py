@@ -416,27 +416,33 @@ def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):
     assert results.read_json(tmp_path / "run.json")["seconds"] == 20
 
 
-EDIT_FILE = "instruct/instruction-data.json"
+# File of a data folder, and a row of it.
+DATA = r"""
+spec_bench/question.jsonl | {"question_id": 0, "category": "writing", "turns": ["writing 0"]}
+spec_bench/question.jsonl | {"question_id": 0, "category": "qa", "turns": ["qa 0"]}
+spec_bench/question.jsonl | {"question_id": 1, "category": "writing", "turns": ["writing 1"]}
+spec_bench/question.jsonl | {"question_id": 1, "category": "qa", "turns": ["qa 1"]}
+spec_bench/question.jsonl | {"question_id": 2, "category": "writing", "turns": ["writing 2"]}
+spec_bench/question.jsonl | {"question_id": 2, "category": "qa", "turns": ["qa 2"]}
+gsm8k/test.jsonl | {"question": "q0", "answer": "1\n#### 1"}
+gsm8k/test.jsonl | {"question": "q1", "answer": "1\n#### 1"}
+humaneval/HumanEval.jsonl | {"prompt": "def f0():", "test": "", "entry_point": "f"}
+humaneval/HumanEval.jsonl | {"prompt": "def f1():", "test": "", "entry_point": "f"}
+humaneval/HumanEval.jsonl | {"prompt": "def f2():", "test": "", "entry_point": "f"}
+instruct/instruction-data.json | {"instruction": "Rewrite it in the passive.", "input": "It ate."}
+instruct/instruction-data.json | {"instruction": "Rewrite it in the passive.", "input": "She ate."}
+instruct/instruction-data.json | {"instruction": "Rewrite it.", "input": ""}
+instruct/instruction-data.json | {"instruction": "Name a bird.", "input": "now"}
+"""
 
 
 def test_a_real_model_gets_real_prompts(tmp_path):
     """Spec-Bench's blocks, HumanEval and rewriting tasks of a data folder; without one, the texts that ship.
     Workloads in turn, no problem twice."""
-    asked = [{"question_id": i, "category": c, "turns": [f"{c} {i}"]}
-             for i in range(3) for c in ("writing", "qa")]
-    code = [{"prompt": f"def f{i}():", "test": "", "entry_point": "f"} for i in range(3)]
-    for name, text in {
-        "spec_bench/question.jsonl": json.dumps(asked),
-        "gsm8k/test.jsonl": """[
-            {"question": "q0", "answer": "1\\n#### 1"}, {"question": "q1", "answer": "1\\n#### 1"}]""",
-        "humaneval/HumanEval.jsonl": json.dumps(code),
-        EDIT_FILE: """[
-            {"instruction": "Rewrite it in the passive.", "input": "It ate.", "output": "x"},
-            {"instruction": "Rewrite it in the passive.", "input": "She ate.", "output": "x"},
-            {"instruction": "Rewrite it.", "input": "", "output": "x"},
-            {"instruction": "Name a bird.", "input": "now", "output": "x"}]"""}.items():
+    for name, row in table(DATA):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
+        with open(tmp_path / name, "a") as f:
+            f.write(row + "\n")
     real = SimpleNamespace(is_puzzle_model=False)
     some, later = (results.problems_of(real, n, str(tmp_path), first) for n, first in ((2, 0), (1, 2)))
     assert {w: len(own) for w, own in some.items()} == {
@@ -444,8 +450,9 @@ def test_a_real_model_gets_real_prompts(tmp_path):
     assert not {p.prompt for p in some["qa"]} & {p.prompt for p in later["qa"]}
     assert later["edit"] == some["edit"]
     # The drafters' training may have read the other one.
+    edits = "instruct/instruction-data.json"
     assert some["edit"][0].prompt == "Rewrite it in the passive.\nIt ate.\n"
-    assert some["edit"][0].prompt in [p + "\n" for p, _ in mixture.rows_of(tmp_path, EDIT_FILE)]
+    assert some["edit"][0].prompt in [p + "\n" for p, _ in mixture.rows_of(tmp_path, edits)]
     in_turn = run.numbered(real, 2, str(tmp_path))
     assert list(in_turn) == [f"{w}/{i}" for i in range(2) for w in some if i < len(some[w])]
     shipped, later = results.problems_of(real, 2), results.problems_of(real, 2, first=2)
