@@ -200,6 +200,11 @@ def words(line="", *more):
     return [*shlex.split(str(line)), *map(str, more)]
 
 
+def python(*args, cwd=ROOT, env=None):
+    """A process of Python with these arguments, and how it ended."""
+    return subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True)
+
+
 def run_script(script, *args):
     """main() of an imported script with these words."""
     with mock.patch.object(sys, "argv", [script.__name__ + ".py", *words(*args)]):

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 import weakref
 import xml.dom.minidom
@@ -17,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TARGET, outcome, refusal, table, toy_model, toy_target, words
+from conftest import ROOT, TARGET, outcome, python, refusal, table, toy_model, toy_target, words
 from test_bounds import grid
 
 import bench
@@ -113,11 +112,10 @@ def test_a_bad_file_is_named_in_one_line(files, file, content, message):
 def drawings(found, some):
     """What docs/plots.py draws of own files, next to the first; nothing without matplotlib."""
     if importlib.util.find_spec("matplotlib"):
-        command = [sys.executable, f"{ROOT}/docs/plots.py", found, some]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = python("docs/plots.py", found, some)
         assert done.returncode == 0, done.stderr
         assert [f.name for f in found.parent.glob("*_bounds_*.svg")]
-        missing = subprocess.run(command[:-1], capture_output=True, text=True)
+        missing = python("docs/plots.py", found)
         assert missing.returncode == 2 and "give two files" in missing.stderr
     return sorted(found.parent.glob("*_bounds_*.svg"))
 
@@ -163,8 +161,7 @@ def test_bounds_of_own_files_need_no_torch(files):
         finally:
             print({m.split(".")[0] for m in set(sys.modules) - before} - sys.stdlib_module_names)"""
     for name, rc, said in (("t.jsonl", 0, ""), ("missing", 2, "bounds.py: cannot read")):
-        argv = [sys.executable, "-c", code, "--traces", files / name, "--cost", files / "c.json"]
-        r = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        r = python("-c", code, "--traces", files / name, "--cost", files / "c.json")
         assert r.returncode == rc and r.stderr.startswith(said) and r.stderr.count("\n") < 2, r.stderr
         if rc == 0:
             assert "optimum of all" in r.stdout
@@ -185,8 +182,7 @@ def test_the_recipe_makes_traces_of_an_engines_logs(tmp_path):
     log("e.jsonl", [[1, 2, 1, 1], [1, 2], [1, 1], [1] * 30], [[5, 6, 7, 8], [5, 9], [5, 6], long])
     with open(f"{ROOT}/docs/own-traces.md", encoding="utf-8") as f:
         recipe = re.search(r"```python\n(import json.*?)```", f.read(), re.S)[1]
-    argv = [sys.executable, "-c", recipe, "ngram=n.jsonl", "eagle3=e.jsonl"]
-    r = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+    r = python("-c", recipe, "ngram=n.jsonl", "eagle3=e.jsonl", cwd=tmp_path)
     assert r.returncode == 0 and "cmpl-1" in r.stderr, r.stderr
     (tmp_path / "t.jsonl").write_text(r.stdout)
     # The outputs of cmpl-1 differ.

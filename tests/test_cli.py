@@ -13,8 +13,8 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import (DRAFT, ROOT, TARGET, on_a_terminal, outcome, refusal, run_script, save_toy_target,
-                      table, words)
+from conftest import (DRAFT, ROOT, TARGET, on_a_terminal, outcome, python, refusal, run_script,
+                      save_toy_target, table, words)
 from safetensors.torch import load_file, save_file
 
 import bench
@@ -32,10 +32,6 @@ from minispec.tools import answers, gguf_file, methods, terminal, training
 def command(line, *more):
     """decode.py as a process of its own."""
     return [sys.executable, f"{ROOT}/decode.py", *words(line, *more)]
-
-
-def python(*args, cwd=ROOT, env=None):
-    return subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True)
 
 
 def decode(*args, **more):
