@@ -29,10 +29,6 @@ from minispec.data import mixture, prompts, tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import answers, gguf_file, methods, terminal, training
 
-def command(line, *more):
-    """decode.py as a process of its own."""
-    return [sys.executable, f"{ROOT}/decode.py", *words(line, *more)]
-
 
 def decode(*args, **more):
     return outcome(decode_script, *args, **more)
@@ -365,10 +361,15 @@ def test_a_damaged_data_set_is_named_in_one_line(tmp_path):
 
 # -- signals ---------------------------------------------------------------------------------------------
 
+def started(line, *more):
+    """decode.py as a process of its own."""
+    command = [sys.executable, "decode.py", *words(line, *more)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
 def test_a_closed_pipe_ends_silently(toy):
     """As in `| head -1`: the reader takes the first line and ends."""
-    line = command(f"--model {toy} --max-new-tokens 200 --prompt", "first\nsecond")
-    p = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    p = started(f"--model {toy} --max-new-tokens 200 --prompt", "first\nsecond")
     assert p.stdout.readline().startswith(f"{toy}: 0.".encode())           # the first line names the model
     p.stdout.close()
     assert p.stderr.read() == b""
@@ -376,8 +377,7 @@ def test_a_closed_pipe_ends_silently(toy):
 
 
 def test_interrupt_keeps_the_text_and_exits_130(tmp_path):
-    line = command(f"--task trace --size 190 --json {tmp_path}/o.json")
-    p = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    p = started(f"--task trace --size 190 --json {tmp_path}/o.json")
     prompt = tasks.make("trace", 0, "heldout", 190).prompt.encode()
     seen = b""
     while len(seen) < len(prompt) + 200:                 # the answer has begun
