@@ -248,6 +248,15 @@ def outcome(script, *args, cwd=ROOT, out=None, **env):
     return subprocess.CompletedProcess(args, code, shown, err.getvalue())
 
 
+def decoded(folder, *args):
+    """The result of decode.py with these words, and its output."""
+    import decode
+    p = outcome(decode, *args, "--json", f"{folder}/o.json")
+    assert p.returncode == 0, p.stderr
+    with open(f"{folder}/o.json", encoding="utf-8") as f:
+        return json.load(f), p.stdout
+
+
 def whole(drafter):
     """A drafter without its early stop: random models are unsure of every draft."""
     drafter.min_confidence = 0.0

@@ -7,8 +7,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import (TARGET, dense_logits, refusal, refused, run_script, save_toy_target, table,
-                      toy_model, words)
+from conftest import TARGET, decoded, dense_logits, refusal, refused, save_toy_target, table, toy_model
 from safetensors.torch import load_file, save_file
 
 import compare_checkpoints as compare
@@ -328,19 +327,14 @@ def test_tokenizers_that_tiktoken_cannot_be_are_refused(path, value, message, tm
 
 # -- decode.py -------------------------------------------------------------------------------------------
 
-def run(folder, tmp_path, *args):
-    """The result that decode.py writes."""
-    run_script(decode, f"--model {folder} --json {tmp_path}/o.json", *words(*args))
-    return json.loads((tmp_path / "o.json").read_text())
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_models_are_decoded(family, made, tmp_path):
+    model = f"--model {made[family]}"
     prompt = "🙂 <|im_end|>"
-    got = run(made[family], tmp_path, "--method specgen --max-new-tokens 30 --compare --prompt", prompt)
+    got, _ = decoded(tmp_path, f"{model} --method specgen --max-new-tokens 30 --compare --prompt", prompt)
     assert got["prompt_ids"] == Tokenizer.load(made[family]).prompt_ids(prompt)
     assert got["identical"] and got["correct"] is None
-    got = run(made[family], tmp_path, "--task story --n 2 --batch 2 --max-new-tokens 5")
+    got, _ = decoded(tmp_path, f"{model} --task story --n 2 --batch 2 --max-new-tokens 5")
     assert got["correct"] is None and len(got["requests"]) == 2
 
 

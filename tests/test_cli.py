@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import (DRAFT, ROOT, TARGET, on_a_terminal, outcome, python, refusal, run_script,
+from conftest import (DRAFT, ROOT, TARGET, decoded, on_a_terminal, outcome, python, refusal, run_script,
                       save_toy_target, table, words)
 from safetensors.torch import load_file, save_file
 
@@ -32,13 +32,6 @@ from minispec.tools import answers, gguf_file, methods, terminal, training
 
 def decode(*args, **more):
     return outcome(decode_script, *args, **more)
-
-
-def decoded(tmp_path, *args):
-    """The result of decode.py, and its output."""
-    r = decode(*args, "--json", tmp_path / "o.json")
-    assert r.returncode == 0, r.stderr
-    return json.loads((tmp_path / "o.json").read_text()), r.stdout
 
 
 # -- bad input -------------------------------------------------------------------------------------------
