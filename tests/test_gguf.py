@@ -12,6 +12,7 @@ from conftest import TARGET, dense_logits, refused, toy_model, values
 gguf = pytest.importorskip("gguf")
 
 from gguf_writer import write_gguf  # noqa: E402
+from test_checkpoints import SCALING  # noqa: E402
 
 from minispec.core.gpt import llama3_scaling  # noqa: E402
 from minispec.data.tokenizer import Tokenizer  # noqa: E402
@@ -34,9 +35,9 @@ def vocabulary():
     return tokens, set(special), [" ".join(m) for m in data["model"]["merges"]]
 
 
-def written(path, kind="F32", pre="smollm", **shape):
-    model = toy_model(gain=2.0, **{**SHAPE, **shape})
-    return model, write_gguf(path, model, *vocabulary(), pre=pre, template=TEMPLATE, kind=kind)
+def written(path, kind="F32", **shape):
+    model = toy_model(gain=2.0, **SHAPE, **shape)
+    return model, write_gguf(path, model, *vocabulary(), template=TEMPLATE, kind=kind)
 
 
 @pytest.fixture
@@ -70,12 +71,10 @@ def test_quantised_weights_are_near_the_original(kind, most, tmp_path):
 
 def test_rotary_divisors_are_llama_3s_scaling(tmp_path, monkeypatch):
     """llama.cpp's converter writes them as a tensor."""
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 32}
     turn = toy_model(**SHAPE).config.rope_theta ** -(torch.arange(0, 32, 2).float() / 32)
-    divisors = (turn / llama3_scaling(turn, **scaling)).numpy()
-    _, path = changed(monkeypatch, tmp_path / "x.gguf", lambda w: w.add_tensor("rope_freqs.weight", divisors))
-    ids, scaled = list(range(100)), toy_model(gain=2.0, **SHAPE, rope_scaling=scaling)
+    divisors = (turn / llama3_scaling(turn, **SCALING)).numpy()
+    path = changed(monkeypatch, tmp_path / "x.gguf", lambda w: w.add_tensor("rope_freqs.weight", divisors))
+    ids, scaled = list(range(100)), toy_model(gain=2.0, **SHAPE, rope_scaling=SCALING)
     assert torch.allclose(dense_logits(checkpoints.load(path), ids), dense_logits(scaled, ids), atol=1e-4)
 
 
@@ -149,12 +148,12 @@ def test_unsupported_text_settings_are_named(change, message, tokenizer_of):
 
 # -- errors ----------------------------------------------------------------------------------------------
 
-def changed(monkeypatch, path, change, **shape):
-    """A file after change(writer), and its model."""
+def changed(monkeypatch, path, change):
+    """A file after change(writer)."""
     real = gguf.GGUFWriter.write_header_to_file
     with monkeypatch.context() as patch:
         patch.setattr(gguf.GGUFWriter, "write_header_to_file", lambda w: (change(w), real(w)))
-        return written(path, **shape)
+        return written(path)[1]
 
 
 def bias(name, n):
@@ -178,14 +177,14 @@ def fewer_rotary_dimensions(writer):
     (lambda w: w.add_uint16("split.count", 2), "is one part of a split file; llama-gguf-split --merge joins"),
 ])
 def test_unsupported_entries_of_a_file_are_errors(change, message, tmp_path, monkeypatch):
-    _, path = changed(monkeypatch, tmp_path / "x.gguf", change)
+    path = changed(monkeypatch, tmp_path / "x.gguf", change)
     with refused(message, path):
         checkpoints.load(path)
 
 
 def test_all_ends_of_a_file_end_an_answer(tmp_path, monkeypatch):
     change = lambda writer: (writer.add_eot_token_id(2045), writer.add_eom_token_id(7))
-    _, path = changed(monkeypatch, tmp_path / "x.gguf", change)
+    path = changed(monkeypatch, tmp_path / "x.gguf", change)
     assert set(Tokenizer.load(path).ends) == {2042, 2045, 7}
 
 
