@@ -364,11 +364,10 @@ def test_an_empty_prompt_without_a_template_is_refused():
 
 # -- fingerprints ----------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("method", ["prism", "specdiff"])
-def test_a_drafter_of_another_target_is_refused_by_name(method, tmp_path):
+@pytest.mark.parametrize("method, paper", [("prism", prism), ("specdiff", specdiff)])
+def test_a_drafter_of_another_target_is_refused_by_name(method, paper, tmp_path):
     target, other = toy_model(seed=1), toy_model(seed=2)
-    drafter = {"prism": prism.for_target, "specdiff": specdiff.for_target}[method](target)
-    drafter_files.save_drafter(drafter, tmp_path, target)
+    drafter_files.save_drafter(paper.for_target(target), tmp_path, target)
     settings = methods.settings(drafter=str(tmp_path))
     methods.make_engine(method, target, settings, 1)
     needed, got = map(checkpoints.fingerprint, (target, other))
