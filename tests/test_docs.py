@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import ROOT
+from test_imports import FILES
 
 import bench
 import decode
@@ -174,12 +175,7 @@ def test_line_counts():
             lines_of(name),
         )
     (said,) = re.findall(r"([\d,]+) lines of Python", text)
-    files = [
-        f
-        for part in ("*.py", "minispec/**/*.py", "kernels/*.py")
-        for f in glob.glob(part, root_dir=ROOT, recursive=True)
-    ]
-    assert abs(sum(map(lines_of, files)) - int(said.replace(",", ""))) <= 500
+    assert abs(sum(map(lines_of, FILES)) - int(said.replace(",", ""))) <= 500
 
 
 # -- what is shown is what was measured ------------------------------------------------------------------
@@ -552,15 +548,7 @@ def test_measured_answers_are_the_stored_ones():
 
 
 def test_the_glossarys_words_are_the_codes():
-    code = (
-        "\n".join(
-            read(f)
-            for part in ("minispec/**/*.py", "kernels/*.py", "*.py")
-            for f in glob.glob(part, root_dir=ROOT, recursive=True)
-        )
-        .replace("_", " ")
-        .lower()
-    )
+    code = "\n".join(map(read, FILES)).replace("_", " ").lower()
     for word in re.findall(r"\*\*([^*]+)\*\*", read("docs/glossary.md")):
         assert re.search(rf"\b{word.lower()}", code), word
     assert not re.search(r"\b(lockstep\(|planner|unjudged|with copies)", code)
