@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, table
 from test_imports import FILES
 
 import bench
@@ -38,6 +38,10 @@ def read(page):
 
 def lines_of(file):
     return read(file).count("\n")
+
+
+def result(study):
+    return read_json(f"{ROOT}/results/{study}.json")["result"]
 
 
 @functools.cache
@@ -103,16 +107,10 @@ def test_numbers_in_tables_are_rendered(page):
             bare = re.sub(r"`[^`]*`|\[[^]]*\]\([^)]*\)", "", line)
             assert not re.search(r"(?<![\w.])\d", bare), line
     for where, name, key in re.findall(bench.MARKS, text, re.S):
-        stored = read_json(os.path.join(ROOT, "results", where, name + ".json"))["result"][
-            key or "table"
-        ]
+        stored = result(os.path.join(where, name))[key or "table"]
         assert stored in text and stored.count("\n") > 1
-        assert "appendix" in page or name in (
-            *bench.STUDIES,
-            "knocks",
-            "checkpoints",
-            "gpu",
-        ), f"{name} is gone"
+        known = *bench.STUDIES, "knocks", "checkpoints", "gpu"
+        assert "appendix" in page or name in known, f"{name} is gone"
     for test in re.findall(r"<!-- computed by (\S+) -->", text):
         assert os.path.basename(page) in read(test)
 
@@ -190,20 +188,18 @@ def test_output_in_the_readme_is_real():
 def test_the_puzzle_models_column_in_the_readme_is_its_own_result():
     """It is pasted when the real model is measured, so a later `speed` of the puzzle model would leave it
     old."""
-    means = read_json(f"{ROOT}/results/speed.json")["result"]["means"]
-    table = re.search(r"<!-- table smollm2/speed short -->\n(.*?)\n\n", read("README.md"), re.S)[1]
-    head, _, *lines = table.split("\n")
-    column = [name.strip() for name in head.split("|")].index("puzzle model")
-    cells = [[cell.strip() for cell in line.split("|")] for line in lines]
-    assert {own[1]: own[column] for own in cells} == means
+    shown = re.search(r"<!-- table smollm2/speed short -->\n(.*?)\n\n", read("README.md"), re.S)[1]
+    head, _, *rows = table(shown)
+    column = head.index("puzzle model")
+    assert {own[1]: own[column] for own in rows} == result("speed")["means"]
 
 
 def test_the_readme_says_where_a_single_drafter_is_faster():
     """On as many kinds of text, and in the batches, that the measured rows show."""
-    rows = read_json(f"{ROOT}/results/smollm2/speed.json")["result"]["rows"]
-    rows = [x for x in rows if x["temperature"] == 0 and "whole" not in x["workload"]]
     best, own = {}, {}
-    for x in rows:
+    for x in result("smollm2/speed")["rows"]:
+        if x["temperature"] or "whole" in x["workload"]:
+            continue
         cell = x["workload"], x["batch"]
         if x["method"] == bounds.COMBINED:
             own[cell] = x["speedup"]
@@ -225,11 +221,9 @@ def test_the_recorder_takes_no_other_arguments():
 
 
 def test_minutes_in_the_readme_are_the_lessons():
-    table = re.findall(
-        r"`(minispec/\w+\.py)` \| \[(\d+ minutes)\]\((docs/\w+\.md)\)", read("README.md")
-    )
-    assert len(table) == 5
-    for file, minutes, lesson in table:
+    rows = re.findall(r"`(minispec/\w+\.py)` \| \[(\d+ minutes)\]\((docs/\w+\.md)\)", read("README.md"))
+    assert len(rows) == 5
+    for file, minutes, lesson in rows:
         assert f"> {minutes}." in read(lesson) and f"`{file}`" in read(lesson)
 
 
@@ -422,9 +416,7 @@ def test_point_masses_by_hand():
 def test_the_streaks_gain_is_in_the_results():
     """Appendix, lesson and README name it: drafts accepted of a window at the tokens where both logs have a
     line."""
-    arms = read_json(os.path.join(ROOT, "results", "smollm2", "specdiff_objectives.json"))[
-        "result"
-    ]["arms"]
+    arms = result("smollm2/specdiff_objectives")["arms"]
     drafts = {}
     for name in ("mdlm", "streak"):
         (line,) = (x for x in arms[name]["curve"] if x["tokens"] == 1293459)
@@ -533,7 +525,7 @@ def test_answers_by_hand():
 
 
 def test_measured_answers_are_the_stored_ones():
-    page, found = read("docs/answers.md"), read_json(os.path.join(ROOT, "results", "answers.json"))
+    page, found = read("docs/answers.md"), read_json(f"{ROOT}/results/answers.json")
     for name, x in found["modules"].items():
         first, second = x["accepted"][:2]
         assert f"    {name} ..    {x['tau']:.2f}             {first:.3f}     {second:.3f}" in page
