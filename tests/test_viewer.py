@@ -9,31 +9,28 @@ import subprocess
 from collections import Counter
 
 import pytest
-from conftest import ROOT, TARGET, run_script, words
+from conftest import ROOT, TARGET, run_script, table, values, words
 
 import decode
 from minispec.tools.recorder import TEMPLATE, write_page
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PAGE = f"{ROOT}/docs/rounds.html"
-RUNS = {
-    "ar": "",
-    "ngram": "--batch 3 --n 3",
-    "draft": "--temperature 1 --rule rejection",
-    "draft, copies": "--temperature 1 --prompt-lookup 4",
-    "prism": "--temperature 1 --tree 8",
-    "specdiff": "--temperature 1 --k-drafts 3 --rule rejection",
-    "specgen": "--batch 3 --n 3 --delayed --min-budget 20",
-    "specgen, copies": "--min-budget 20",
-    "specgen, all recent": "--min-budget 8",
-    "adaptive": "",
-    "cdlm": "",
-}
-
-
-def runs_of(page):
-    with open(page, encoding="utf-8") as f:
-        return json.loads(f.read().split('id="data">')[1].split("</script>")[0])
+ROUNDS = runpy.run_path(f"{ROOT}/docs/rounds.py")
+runs_of = ROUNDS["runs_of"]
+RUNS = dict(table("""
+    ar |
+    ngram | --batch 3 --n 3
+    draft | --temperature 1 --rule rejection
+    draft, copies | --temperature 1 --prompt-lookup 4
+    prism | --temperature 1 --tree 8
+    specdiff | --temperature 1 --k-drafts 3 --rule rejection
+    specgen | --batch 3 --n 3 --delayed --min-budget 20
+    specgen, copies | --min-budget 20
+    specgen, all recent | --min-budget 8
+    adaptive |
+    cdlm |
+"""))
 
 
 def rounds_of(request):
@@ -107,18 +104,16 @@ def test_verdicts_follow_from_what_is_recorded(name, recorded):
                     assert abs(coin * q - p) < 0.001 or (coin * q < p) == (row < len(a["path"]))
 
 
-KNOWN = {       # the least share of drafts whose q is recorded
-    "draft": 1.0,
-    "draft, copies": 0.2,
-    "prism": 0.05,
-    "specdiff": 0.2,
-    "specgen": 1.0,
-    "specgen, copies": 1.0,
-    "ngram": 0.0,
-}
-
-
-@pytest.mark.parametrize("name, known", KNOWN.items())
+# Run, the least share of drafts whose q is recorded.
+@pytest.mark.parametrize("name, known", values("""
+    "draft" | 1.0
+    "draft, copies" | 0.2
+    "prism" | 0.05
+    "specdiff" | 0.2
+    "specgen" | 1.0
+    "specgen, copies" | 1.0
+    "ngram" | 0.0
+"""))
 def test_q_is_what_the_draft_was_drawn_from(name, known, recorded):
     """A chain has q at all of its drafts, a tree at the first ones."""
     steps = [a for request in recorded[name][0]["requests"] for a in request["heard"]]
@@ -204,7 +199,7 @@ def test_the_template_is_small_and_needs_no_network():
 def test_the_shipped_page_is_what_its_script_makes(tmp_path):
     """The template and the commands are today's."""
     shipped = runs_of(PAGE)
-    own = runpy.run_path(f"{ROOT}/docs/rounds.py")["RUNS"]
+    own = ROUNDS["RUNS"]
     write_page(tmp_path / "again.html", shipped)
     with open(PAGE, "rb") as f, open(tmp_path / "again.html", "rb") as again:
         page = f.read()
