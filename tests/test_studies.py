@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TARGET, refused, save_toy_target, seeded, toy_model
+from conftest import ROOT, TARGET, refused, save_toy_target, seeded, table, toy_model, values
 
 from minispec import prism, specdiff
 from minispec.core.engine import Engine
@@ -303,12 +303,12 @@ def test_drafters_of_both_kinds_are_compared_on_the_same_prompts(toy, tmp_path, 
     own; other folders are not drafters."""
     monkeypatch.setattr(drafters, "NEW", 12)
     args, target, tokenizer = toy
-    for name, folder in (
-        ("x/a", "prism"),
-        ("x/b", "prism"),
-        ("y/c", "specdiff"),
-        ("y/d", "target"),
-    ):
+    for name, folder in table("""
+        x/a | prism
+        x/b | prism
+        y/c | specdiff
+        y/d | target
+    """):
         shutil.copytree(tmp_path / folder, tmp_path / "arms" / name)
     args.drafter = str(tmp_path / "arms")
     monkeypatch.setattr(methods, "folder_of", lambda name, settings: settings.drafter)
@@ -444,36 +444,28 @@ def test_the_short_table_has_both_models_and_marks_the_best_of_the_papers(tmp_pa
     means = {"result": {"means": {"prism": "2.50 (2-3)"}}}
     (tmp_path / "results" / "speed.json").write_text(json.dumps(means))
     monkeypatch.setattr(run, "ROOT", f"{tmp_path}/")
-    lines = [
-        {"method": name, run.MEAN: f"{mean} (1-2)"}
-        for name, mean in (
-            ("eagle", "1.90"),
-            ("prism", "1.50"),
-            ("prism --tree 8", "1.70"),
-            ("ngram", "1.40"),
-        )
-    ]
-    found = run.short(lines)
-    assert [x[run.MEAN] for x in found] == [
-        "1.90 (1-2)",
-        "1.50 (1-2)",
-        "**1.70 (1-2)**",
-        "1.40 (1-2)",
-    ]
-    assert [x[run.SMALL_MODEL] for x in found] == ["", "2.50 (2-3)", "", ""]
+    # Method, mean, mean in the table, mean of the puzzle model.
+    rows = table("""
+        eagle          | 1.90 (1-2) | 1.90 (1-2)     |
+        prism          | 1.50 (1-2) | 1.50 (1-2)     | 2.50 (2-3)
+        prism --tree 8 | 1.70 (1-2) | **1.70 (1-2)** |
+        ngram          | 1.40 (1-2) | 1.40 (1-2)     |
+    """)
+    found = run.short([{"method": name, run.MEAN: mean} for name, mean, *_ in rows])
+    assert [[x[run.MEAN], x[run.SMALL_MODEL]] for x in found] == [want for _, _, *want in rows]
 
 
 def test_loops_are_compared_on_the_same_prompts():
-    def row(workload, method, ids, rates):
-        return {"workload": workload, "method": method, "ids": ids, "rates": rates, "tau": 3.0}
-
     rows = [
-        row("a", "ar", ["a/0", "a/1"], [10, 10]),
-        row("a", "ngram", ["a/0", "a/1"], [12, 99]),
-        row("b", "ar", ["b/0"], [20]),
-        row("b", "ngram", ["b/0"], [32]),
-        row(run.WHOLE, "ar", ["a/0", "b/0"], [10, 20]),
-        row(run.WHOLE, "ngram", ["a/0", "b/0"], [30, 40]),
+        {"workload": workload, "method": method, "ids": ids, "rates": rates, "tau": 3.0}
+        for workload, method, ids, rates in values(f"""
+            "a" | "ar" | ["a/0", "a/1"] | [10, 10]
+            "a" | "ngram" | ["a/0", "a/1"] | [12, 99]
+            "b" | "ar" | ["b/0"] | [20]
+            "b" | "ngram" | ["b/0"] | [32]
+            "{run.WHOLE}" | "ar" | ["a/0", "b/0"] | [10, 20]
+            "{run.WHOLE}" | "ngram" | ["a/0", "b/0"] | [30, 40]
+        """)
     ]
     _, line = run.loops_table(rows)
     assert line == {
