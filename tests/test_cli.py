@@ -305,12 +305,9 @@ def test_several_problems_one_after_the_other(toy):
 
 
 def test_answers_that_nobody_can_check_are_not_counted(toy, tmp_path):
-    rows = {"question": "1 + 1?", "answer": "#### 2"}, {"prompt": "Write a poem."}
-    for i, row in enumerate(rows):
-        (tmp_path / f"{i}.jsonl").write_text(json.dumps(row) + "\n")
-    problems = [prompts.load_prompts(str(tmp_path / f"{i}.jsonl"))[0] for i in (0, 1)]
-    with mock.patch.object(decode_script, "problems_of", lambda args: problems):
-        shown = decode(f"--model {toy} --prompts {tmp_path}/0.jsonl --max-new-tokens 5").stdout
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n{"prompt": "Write a poem."}\n')
+    shown = decode(f"--model {toy} --prompts {file} --max-new-tokens 5").stdout
     assert "\nanswer: 0 of 1 correct\n" in shown
 
 
