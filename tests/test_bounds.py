@@ -35,17 +35,15 @@ H100 = CostTable(PUBLISHED)
 
 
 class Round(NamedTuple):
-    """At `position` drafter `name` (None: no drafter) proposes `proposed`, and `emitted` tokens are gained;
-    `lookup` tokens are verified next to the drafts. `bounds.replay` reads it like a step of the engine.
-    """
+    """At `position` the drafter `proposer` (None: no drafter) proposes `drafted` tokens, and `emitted` ones are
+    gained; `lookup` tokens are verified next to the drafts. `bounds.replay` reads it like a round of the
+    engine."""
 
     position: int
-    name: str | None
-    proposed: int
+    proposer: str | None
+    drafted: int
     emitted: int
     lookup: int = 0
-    proposer = property(lambda self: self.name)
-    drafted = property(lambda self: self.proposed)
 
 
 def plan_of(trace, choose):

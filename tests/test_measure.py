@@ -73,7 +73,7 @@ def test_dense_trace_is_what_the_engine_accepts(name, dense):
     for k in (K, 1):
         for g, t in zip(run(name, k=k)[0], dense):
             accept = t.accept[name]
-            assert [(r.position, r.proposed, r.emitted) for r in fixed(t, name, k)] == [
+            assert [(r.position, r.drafted, r.emitted) for r in fixed(t, name, k)] == [
                 (s.position, s.proposed, s.committed) for s in g.rounds
             ]
             for s in g.rounds:
