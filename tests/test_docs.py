@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, table
+from conftest import ROOT, table, values
 from test_imports import FILES
 
 import bench
@@ -291,15 +291,17 @@ def test_the_picture_of_pillars_can_be_drawn(tmp_path):
 # -- docs/00-start.md ------------------------------------------------------------------------------------
 
 WORDS = ("the", "cat", "sat", "down")
-Q = torch.tensor([[0.1, 0.4, 0.4, 0.1], [0.1, 0.1, 0.6, 0.2], [0.5, 0.1, 0.1, 0.3]])
-P = torch.tensor(
-    [
-        [0.1, 0.5, 0.3, 0.1],
-        [0.05, 0.05, 0.45, 0.45],
-        [0.15, 0.15, 0.1, 0.6],
-        [0.05, 0.8, 0.05, 0.1],
-    ]
-)
+Q = torch.tensor(values("""
+    0.10 | 0.40 | 0.40 | 0.10
+    0.10 | 0.10 | 0.60 | 0.20
+    0.50 | 0.10 | 0.10 | 0.30
+"""))
+P = torch.tensor(values("""
+    0.10 | 0.50 | 0.30 | 0.10
+    0.05 | 0.05 | 0.45 | 0.45
+    0.15 | 0.15 | 0.10 | 0.60
+    0.05 | 0.80 | 0.05 | 0.10
+"""))
 DRAFT = torch.tensor([1, 2, 0])
 COINS = torch.tensor([0.91, 0.40, 0.62, 0.55])
 
