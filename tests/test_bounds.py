@@ -35,8 +35,8 @@ H100 = CostTable(PUBLISHED)
 
 
 class Round(NamedTuple):
-    """At `position` the drafter `proposer` (None: no drafter) proposes `drafted` tokens, and `emitted` ones are
-    gained; `lookup` tokens are verified next to the drafts. `bounds.replay` reads it like a round of the
+    """At `position` the drafter `proposer` (None: no drafter) proposes `drafted` tokens, and `emitted` ones
+    are gained; `lookup` tokens are verified next to the drafts. `bounds.replay` reads it like a round of the
     engine."""
 
     position: int
