@@ -122,17 +122,16 @@ def test_serving_continues_prompts_that_were_read_once(texts, temperature, monke
         assert whole(found["table"]) and found["short"].count("\n") == 1 + 3
 
 
-def test_eagle_reads_the_texts_before_it_is_timed(monkeypatch):
+def test_eagle_reads_the_texts_before_it_is_timed(monkeypatch, shipped):
     monkeypatch.setattr(specgen, "NEW", 20)
-    model, tokenizer = checkpoints.load(TARGET, "cpu"), Tokenizer.load(TARGET)
     settings = methods.settings(quick=True, data=None)
-    _, eagle = specgen.serving_rows(settings, model, tokenizer, ["ar", "eagle"], 300, 2, 0, 0.65)
+    _, eagle = specgen.serving_rows(settings, *shipped, ["ar", "eagle"], 300, 2, 0, 0.65)
     assert eagle["identical"] == 2
     seen = []
     monkeypatch.setattr(
         specgen, "time_interleaved", lambda names, build, *_: seen.append(build("eagle")) or {}
     )
-    specgen.serving_rows(settings, model, tokenizer, ["ar", "eagle"], 700, 2, 0, 0.65)
+    specgen.serving_rows(settings, *shipped, ["ar", "eagle"], 700, 2, 0, 0.65)
     engine, requests = seen[0]
     engine.generate(requests)
     reading = [bool(i["prefill"]) for i in engine.iterations]
