@@ -250,11 +250,15 @@ def test_the_studies_fit_together(measured):
 
 def test_every_study_leaves_its_tables_and_figures(measured):
     folder, out = measured
-    kinds = {"profile": ["table"], "trace": ["table"], "run": ["table", "methods"],
-             "bounds": ["table", "short", "drafts"], "speed": ["table", "short"]}
-    for name, result in out.items():
-        stored = json.loads(json.dumps(result))
-        tables = [stored[key] for key in kinds[name]]
+    for name, kinds in table("""
+        profile | table
+        trace | table
+        run | table methods
+        bounds | table short drafts
+        speed | table short
+    """):
+        stored = json.loads(json.dumps(out[name]))
+        tables = [stored[key] for key in kinds.split()]
         assert all(t.startswith("| ") and t.count("\n") > 1 and "nan" not in t for t in tables)
     assert "time over the bound's" in out["bounds"]["table"]
     # The machine of bounds is its cost table's.
