@@ -109,15 +109,11 @@ def test_phases_sum_to_the_step(name, monkeypatch):
     spent = [i["seconds"] for i in engine.iterations]
     # The first tick is 0, the last sees that all is done.
     assert sum(engine.seconds.values()) == next(ticks) - len(spent) - 1
-    for phase, parts in {
-        "draft": ["draft"],
-        "verify": ["verify"],
-        "prefill": ["prefill"],
-        "other": ["sample", "overhead"],
-    }.items():
-        assert engine.seconds[phase] == pytest.approx(sum(s[part] for s in spent for part in parts))
+    total = {part: sum(s[part] for s in spent) for part in spent[0]}
+    assert total["sample"] > 0
+    total["other"] = total.pop("sample") + total.pop("overhead")
+    assert engine.seconds == pytest.approx(total)
     assert min(x for s in spent for x in s.values()) >= 0
-    assert sum(s["sample"] for s in spent) > 0
     assert (engine.seconds["draft"] > 0) == (name is not None)
 
 
