@@ -1,6 +1,7 @@
 import re
 
 import pytest
+from conftest import refused
 
 from minispec.data import tasks
 
@@ -22,7 +23,6 @@ def test_seeded_and_splits_are_disjoint(family):
     b = [tasks.make(family, i, "heldout").prompt for i in range(300)]
     assert a[:30] == [tasks.make(family, i, "train").prompt for i in range(30)]
     assert len(set(a)) > 280
-    assert not set(a) & set(b)
     assert all(tasks.is_heldout(p) for p in b)
     assert not any(tasks.is_heldout(p) for p in a)
 
@@ -113,7 +113,5 @@ def test_sizes_are_checked(family):
         p = tasks.make(family, 0, "heldout", size)
         assert tasks.check(p, p.answer)
     for size in (low - 1, high + 1):
-        with pytest.raises(
-            ValueError, match=f"size must be {low} to {high} for '{family}', got {size}"
-        ):
+        with refused(f"size must be {low} to {high} for '{family}', got {size}"):
             tasks.make(family, 0, "heldout", size)
