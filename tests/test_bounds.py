@@ -23,9 +23,13 @@ def grid(rows, tokens, kv, seconds):
     return {"kind": "grid", "rows": rows, "tokens": tokens, "kv": kv, "seconds": seconds}
 
 
-NO_PREFILL = {"prefill": linear()}
-UNIT = {"verify": linear(base=1.0), **NO_PREFILL}  # a step takes 1
+def prices(draft, **verify):
+    """A cost table in which only drafting and verifying take time."""
+    return {"verify": linear(**verify), "draft": draft, "prefill": linear()}
+
+
 FREE = {"a": linear(), "b": linear()}
+UNIT = prices(FREE, base=1.0)  # a step takes 1
 # Llama-3.1-8B on one H100, the constants of the paper's simulator.
 PUBLISHED = read_costs(f"{ROOT}/results/costs_h100.json")
 H100 = CostTable(PUBLISHED)
@@ -220,14 +224,14 @@ def test_greedy_is_not_a_bound():
     """The smallest counter-example, at one unit a step: greedy jumps 1 -> 5 -> 6 -> 7, fixed k = 2 goes
     1 -> 4 -> 7, and so does the optimum."""
     t = trace_of(a=[4, 1, 1, 3, 1, 1])
-    got = seconds_of(t, CostTable(UNIT | {"draft": FREE}), "a")
+    got = seconds_of(t, CostTable(UNIT), "a")
     assert (got["greedy", "a"], got["fixed", "a", 2], got["optimum", "a"]) == (3, 2, 2)
 
 
 def test_greedy_is_optimal_when_reach_never_shrinks():
     """If i + accept[i] never decreases and every step costs the same, the longest jump is the best one."""
     rng = random.Random(2)
-    cost = CostTable(UNIT | {"overhead": linear(base=0.3), "draft": FREE})
+    cost = CostTable(UNIT | {"overhead": linear(base=0.3)})
     for _ in range(60):
         t = random_trace(rng, rng.randint(2, 40), "a", high=9)
         reach = np.maximum.accumulate(np.arange(t.n_out) + t.accept["a"])
@@ -239,9 +243,8 @@ def test_greedy_is_optimal_when_reach_never_shrinks():
 @pytest.mark.parametrize("k", [1, 3, 7])
 def test_a_perfect_drafter_has_a_closed_form(k):
     """Where k + 1 divides N - 1: S = (k + 1) (t_1 + o) / (t_(k+1) + d_k + o)."""
-    draft = {"a": linear(base=0.2, step=0.05)}
-    verify = linear(base=1.0, token=0.07)
-    cost = CostTable({"verify": verify, "draft": draft, "overhead": linear(base=0.3), **NO_PREFILL})
+    table = prices({"a": linear(base=0.2, step=0.05)}, base=1.0, token=0.07)
+    cost = CostTable(table | {"overhead": linear(base=0.3)})
     want = (k + 1) * (1.07 + 0.3) / (1 + 0.07 * (k + 1) + 0.2 + 0.05 * k + 0.3)
     for n in range(2, 4 * (k + 1) + 2):
         got = seconds_of(trace_of(5, a=[k + 1] * (n - 1)), cost, "a", 1, k)
@@ -266,8 +269,7 @@ def test_a_price_of_one_point_is_paid_every_round():
     """A table measured at one k and one context is a natural one; 3 ms a round are 3 ms a round."""
     t = trace_of(100, mtp=[3] * 100)
     for draft in (grid([1, 16], [3], [512], [[[3e-3]], [[3e-3]]]), linear(base=3e-3)):
-        verify = linear(base=6e-3, token=2e-5)
-        cost = CostTable({"verify": verify, "draft": {"mtp": draft}, **NO_PREFILL})
+        cost = CostTable(prices({"mtp": draft}, base=6e-3, token=2e-5))
         got = seconds_of(t, cost, ["mtp"], 1, 2)
         found = (
             got["fixed", "mtp", 2],
@@ -279,7 +281,7 @@ def test_a_price_of_one_point_is_paid_every_round():
 
 
 def test_replay_verifies_looked_up_tokens_next_to_drafts():
-    cost = CostTable({"verify": linear(token=1.0), "draft": {"a": linear(step=10.0)}, **NO_PREFILL})
+    cost = CostTable(prices({"a": linear(step=10.0)}, token=1.0))
     assert replay([[Round(1, "a", 2, 3, lookup=4)]], [5], cost, 1) == 1 + 2 + 4 + 20
 
 
@@ -342,7 +344,7 @@ def test_the_best_number_of_drafts_is_the_ladders_where_context_is_free():
     rng = random.Random(3)
     some = [random_trace(rng, n) for n in (17, 40)]
     draft = {"a": linear(base=0.1, step=0.1), "b": linear(base=30.0)}
-    table = {"verify": linear(base=1.0, token=0.05), "draft": draft, **NO_PREFILL}
+    table = prices(draft, base=1.0, token=0.05)
     best = rungs(some, table, 4, 5)["L2"]
     for row in bounds.best_drafts(some, CostTable(table), {4: {"total time": {}}}, 5):
         assert row["drafters"]["a"] == {
@@ -354,8 +356,7 @@ def test_the_best_number_of_drafts_is_the_ladders_where_context_is_free():
 
 def test_without_rounds_nothing_is_gained():
     """An answer of one token comes from the prompt."""
-    table = {"verify": linear(base=1.0), "draft": {"a": linear()}, **NO_PREFILL}
-    rows = bounds.best_drafts([trace_of(a=[])], CostTable(table), {4: {"total time": {}}}, 5)
+    rows = bounds.best_drafts([trace_of(a=[])], CostTable(UNIT), {4: {"total time": {}}}, 5)
     assert {row["drafters"]["a"]["speedup"] for row in rows} == {1.0}
 
 
@@ -364,7 +365,7 @@ def test_a_drafter_pays_for_its_context_and_for_what_it_finds():
     n = 40
     t = trace_of(5, a=[2, 1] * ((n - 1) // 2))
     t.offered = {"a": np.arange(t.n_out) % 2}
-    cost = CostTable({"verify": linear(base=1.0), "draft": {"a": linear(kv=3e-3)}, **NO_PREFILL})
+    cost = CostTable(prices({"a": linear(kv=3e-3)}, base=1.0))
     cells = {1: {"total time": {"L0": {"ar": 1.0, "a": 1.2, COMBINED: 9.0}}}}
     rows = bounds.best_drafts([t], cost, cells)
     for row in rows:
@@ -425,7 +426,7 @@ def test_censored_positions_are_counted():
     t = trace_of(a=[3, 2, 1, 3, 2, 1], b=[1] * 6)
     other = trace_of(a=[1, 1], b=[2, 1])
     t.censored, other.censored = {"a": flags(0, 1, 4)}, {"b": flags(1)[:3]}
-    share = bounds.ladder([t, other], CostTable(UNIT | {"draft": FREE}))["censored"]
+    share = bounds.ladder([t, other], CostTable(UNIT))["censored"]
     assert share == {"a": 2 / 8, "b": 1 / 8, "all": 3 / 8}
     t.censored["b"] = flags(1, 2)  # where one of the two is censored, the best of all is
     assert bounds.censored_share([t], ["a", "b"]) == 3 / 6
