@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, table, values
+from conftest import ROOT, refused, table, values
 from test_imports import FILES
 
 import bench
@@ -208,9 +208,7 @@ def test_the_readme_says_where_a_single_drafter_is_faster():
 
 
 def test_the_recorder_takes_no_other_arguments():
-    with mock.patch("sys.argv", ["rounds.py", "--help"]), pytest.raises(
-        ValueError, match="--stored or nothing"
-    ):
+    with mock.patch("sys.argv", ["rounds.py", "--help"]), refused("--stored or nothing"):
         recorded()[0]["main"]()
 
 
@@ -227,7 +225,9 @@ def test_every_lesson_links_to_a_recorded_round(lesson):
 
 
 def test_linked_rounds_show_what_the_lessons_say():
-    word = lambda run, token: recorded()[1][run - 1]["words"][str(token)]
+    _, runs = recorded()
+    word = lambda run, token: runs[run - 1]["words"][str(token)]
+    children = lambda a, row: [t for t, parent in zip(a["tokens"], a["parents"]) if parent == row]
     # 00-start: like the round by hand, then a bonus.
     a = round_of("3/2/11")
     assert len(a["path"]) == 2 and len(a["rows"]) == 9 and not a["coins"]
@@ -235,35 +235,25 @@ def test_linked_rounds_show_what_the_lessons_say():
     assert len(a["path"]) == len(a["tokens"]) - 1
     # 00-start and SpecDiff-2: three chains with other first tokens.
     a = round_of("2/1/15")
-    first = [token for token, parent in zip(a["tokens"], a["parents"]) if parent == 0]
-    assert len(set(first)) == 3 and len(a["path"]) == 4
+    assert len(set(children(a, 0))) == 3 and len(a["path"]) == 4
     assert word(2, a["tokens"][4]) == "8" and word(2, a["tokens"][-1]) == "7"
     # PRISM: two children, both wrong.
     a = round_of("1/1/17")
-    last = a["path"][-1]
-    children = [
-        word(1, token) for token, parent in zip(a["tokens"], a["parents"]) if parent == last
-    ]
-    assert len(a["path"]) == 3 and children == ["9", "8", "7"]
-    rounds = recorded()[1][0]["requests"][0]["heard"]
-    assert sum(b["parents"][:-1] == list(range(len(b["rows"]) - 1)) for b in rounds) > 0.8 * len(
-        rounds
-    )
+    assert len(a["path"]) == 3 and [word(1, t) for t in children(a, a["path"][-1])] == ["9", "8", "7"]
+    rounds = runs[0]["requests"][0]["heard"]
+    chains = [b for b in rounds if b["parents"][:-1] == list(range(len(b["rows"]) - 1))]
+    assert len(chains) > 0.8 * len(rounds)
     # README: every draft is accepted once the text repeats itself.
-    looping = recorded()[1][2]["requests"][2]["heard"][6:]
+    looping = runs[2]["requests"][2]["heard"][6:]
     assert len(looping) == 5 and all(len(b["path"]) == len(b["tokens"]) - 1 for b in looping)
     assert looping[0]["path"] == round_of("3/3/7")["path"]
     # CDLM: no slot above the threshold, so the first one is revealed.
     a = round_of("4/1/2")
-    assert (
-        a["picked"] == [0] and max(sure for *_, sure in a["slots"]) < recorded()[1][3]["threshold"]
-    )
+    assert a["picked"] == [0] and max(sure for *_, sure in a["slots"]) < runs[3]["threshold"]
     # Adaptive.
     before, after = round_of("5/1/4"), round_of("5/1/5")
     for b in (before, after):
-        assert (
-            b["proposer"] == "ngram" == max(b["promises"], key=lambda name: b["promises"][name][2])
-        )
+        assert b["proposer"] == "ngram" == max(b["promises"], key=lambda name: b["promises"][name][2])
     assert (before["committed"], after["committed"]) == (2, 14)
     assert after["promises"]["ngram"][1] < before["promises"]["ngram"][1]
 
