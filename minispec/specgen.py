@@ -246,9 +246,9 @@ class PillarKeys:
 
 class DraftPool:
     """The attention backend of draft rows. Each drafting request has a buffer, a copy of the keys and values
-    that it reads; all buffers are one tensor (L, buffers, G, width, D), so that one product a layer serves
-    all requests. The first draft step of a round gathers the selection, and every step appends its row. (On a
-    GPU the kernel reads the cache in place, and there is no copy.)"""
+    that it reads; all buffers are one tensor kv (2, L, buffers, G, width, D), so that one product a layer
+    serves all requests. The first draft step of a round gathers the selection, and every step appends its
+    row. (On a GPU the kernel reads the cache in place, and there is no copy.)"""
 
     def __init__(self, cache, room):
         """room: draft rows that a round may append."""
@@ -256,7 +256,7 @@ class DraftPool:
         self.room = room
         self.taken = []                                    # buffer -> the keys that have it, or None
         layers, groups, _, d = cache.k.shape
-        self.k = self.v = cache.k.new_empty(layers, 0, groups, 0, d)
+        self.kv = cache.kv.new_empty(2, layers, 0, groups, 0, d)
 
     def plan(self, members):
         """store and read of the draft rows of n keys, a row each; see packed_attend."""
@@ -265,25 +265,25 @@ class DraftPool:
                 self.gather(keys)
         buffers = [keys.buffer for keys in members]        # of each row
         b = max(buffers) + 1                               # free ones between them are computed for nothing
-        _, _, groups, width, d = self.k.shape              # whole buffers, because torch would copy a part
+        *_, groups, width, d = self.kv.shape               # whole buffers, because torch would copy a part
         row_of, new = [0] * b, []                          # the row of each buffer; a free one has any
         # Buffers differ in length: the entries after the end of each are hidden.
-        mask = torch.full((b, groups, width, 1), float("-inf"), dtype=self.k.dtype)
+        mask = torch.full((b, groups, width, 1), float("-inf"), dtype=self.kv.dtype)
         for i, keys in enumerate(members):
             row_of[keys.buffer] = i
             # The new key goes to the end of the buffer, with a layer seen as one table of vectors (D,).
             new += [(keys.buffer * groups + head) * width + keys.n for head in range(groups)]
             keys.n += 1
             mask[keys.buffer, :, :keys.n] = 0.0
-        row_of, buffers, new = (torch.tensor(x, device=self.k.device) for x in (row_of, buffers, new))
-        mask = mask.flatten(0, 1).to(self.k.device)                            # (b * G, width, 1)
+        row_of, buffers, new = (torch.tensor(x, device=self.kv.device) for x in (row_of, buffers, new))
+        mask = mask.flatten(0, 1).to(self.kv.device)                           # (b * G, width, 1)
 
         def store(layer, k, v):
-            for pool, x in ((self.k[layer], k), (self.v[layer], v)):
+            for pool, x in zip(self.kv[:, layer], (k, v)):
                 pool.view(-1, d).index_copy_(0, new, x.reshape(-1, d))
 
         def read(layer, q):
-            keys, values = (pool[layer, :b].flatten(0, 1) for pool in (self.k, self.v))
+            keys, values = self.kv[:, layer, :b].flatten(1, 2)                 # (b * G, width, D)
             q = q.index_select(0, row_of).view(b * groups, -1, d)              # (b * G, g, D)
             # Keys come first in the product: torch would copy their transpose.
             logits = torch.baddbmm(mask, keys, q.mT, alpha=d ** -0.5)          # (b * G, width, g)
@@ -297,22 +297,22 @@ class DraftPool:
             self.taken.append(None)
         keys.buffer = self.taken.index(None)
         self.taken[keys.buffer] = keys
-        # The tensors grow if it has no room.
-        more_buffers = max(len(self.taken) - self.k.shape[1], 0)
-        more_width = max(keys.n + self.room - self.k.shape[3], 0)
+        # The tensor grows if it has no room.
+        more_buffers = max(len(self.taken) - self.kv.shape[2], 0)
+        more_width = max(keys.n + self.room - self.kv.shape[4], 0)
         if more_buffers or more_width:
             padding = (0, 0, 0, more_width and more_width + GROWTH, 0, 0, 0, more_buffers)
-            self.k, self.v = (F.pad(x, padding) for x in (self.k, self.v))
+            self.kv = F.pad(self.kv, padding)
         # The first slot of each layer and head, with the cache seen as one table of vectors (D,).
         layers, groups, n_slots, _ = self.cache.k.shape
-        heads = torch.arange(0, layers * groups * n_slots, n_slots, device=self.k.device)
+        heads = torch.arange(0, layers * groups * n_slots, n_slots, device=self.kv.device)
         heads = heads.view(layers, groups, 1)
         # The slots of all positions, then of those that are read.
         slots = self.cache.slots_of(keys.blocks, range(keys.length))
         if keys.selected is not None:
             newest = slots[keys.length - keys.recent:].expand(*keys.selected.shape[:2], -1)
             slots = torch.cat([slots[keys.selected], newest], 2)               # (L, G, n)
-        for pool, cached in zip((self.k, self.v), self.cache.kv):
+        for pool, cached in zip(self.kv, self.cache.kv):
             # F.embedding copies whole vectors: a tenth of the time of gather.
             pool[:, keys.buffer, :, :keys.n] = F.embedding(heads + slots, cached.flatten(0, 2))
 
