@@ -8,21 +8,19 @@ of REPEATS runs, all settings in turn. On a machine with other guests "alone" is
 sleep.
 """
 import contextlib
-import os
 import subprocess
 import sys
 import time
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from minispec import ROOT  # noqa: E402  before torch
-import torch  # noqa: E402
+import root  # noqa: F401  before torch
+import torch
 
-from minispec.data import tasks  # noqa: E402
-from minispec.data.tokenizer import Tokenizer  # noqa: E402
-from minispec.studies import results  # noqa: E402
-from minispec.tools import checkpoints, methods  # noqa: E402
-from minispec.tools.answers import requests_of  # noqa: E402
-from shown import lines, spread  # noqa: E402
+from minispec.data import tasks
+from minispec.data.tokenizer import Tokenizer
+from minispec.studies import results
+from minispec.tools import checkpoints, methods
+from minispec.tools.answers import requests_of
+from shown import lines, spread
 
 REPEATS = 2
 SETTINGS = {"2 threads, alone": (2, False), "2 threads, another process on one core": (2, True),
@@ -41,7 +39,6 @@ def another_process():
 
 
 def main():
-    os.chdir(ROOT or ".")
     started = time.perf_counter()
     model, tokenizer = checkpoints.load(methods.SHIPPED, "cpu"), Tokenizer.load(methods.SHIPPED)
     problems = [tasks.make("trace", 800 + i, "heldout") for i in range(4)]

@@ -18,21 +18,18 @@ import textwrap
 import time
 import unicodedata
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
+from root import ROOT  # before torch
+import torch
 
-import minispec  # noqa: E402, F401  before torch
-import torch  # noqa: E402
-
-import bench  # noqa: E402
-import shown  # noqa: E402
-from minispec.core import gpt  # noqa: E402
-from minispec.core.gpt import dense_attend  # noqa: E402
-from minispec.core.requests import Request  # noqa: E402
-from minispec.data import tasks  # noqa: E402
-from minispec.data.tokenizer import Tokenizer  # noqa: E402
-from minispec.studies import results  # noqa: E402
-from minispec.tools import checkpoints, methods  # noqa: E402
+import bench
+import shown
+from minispec.core import gpt
+from minispec.core.gpt import dense_attend
+from minispec.core.requests import Request
+from minispec.data import tasks
+from minispec.data.tokenizer import Tokenizer
+from minispec.studies import results
+from minispec.tools import checkpoints, methods
 
 SHAPE = json.loads("""
 {"vocab_size": 720, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,

@@ -6,22 +6,18 @@
 A line for each method, batch and temperature; exit code 1 if an answer differs. Two devices round
 differently, so a near-tie of two logits may part two answers late.
 """
-import os
 import sys
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
+import root  # noqa: F401  before torch
+import torch
 
-import minispec  # noqa: E402, F401  before torch
-import torch  # noqa: E402
-
-from minispec.core.verify import Sampling  # noqa: E402
-from minispec.data import tasks  # noqa: E402
-from minispec.data.prompts import QUESTIONS  # noqa: E402
-from minispec.data.tokenizer import Tokenizer  # noqa: E402
-from minispec.tools import checkpoints, methods  # noqa: E402
-from minispec.tools.answers import requests_of  # noqa: E402
-from minispec.tools.script import Parser, check_device, run_main  # noqa: E402
+from minispec.core.verify import Sampling
+from minispec.data import tasks
+from minispec.data.prompts import QUESTIONS
+from minispec.data.tokenizer import Tokenizer
+from minispec.tools import checkpoints, methods
+from minispec.tools.answers import requests_of
+from minispec.tools.script import Parser, check_device, run_main
 
 NEW = 40                    # tokens of an answer
 # method and options, as decode.py takes them
@@ -54,7 +50,7 @@ def answers(case, device, args, batch, temperature):
 
 def main():
     p = Parser(__doc__)
-    p.add_argument("--model", default=minispec.SHIPPED, help="target (default %(default)s)")
+    p.add_argument("--model", default=methods.SHIPPED, help="target (default %(default)s)")
     p.add_argument("--device", default="cuda", help="the other device (default %(default)s)")
     args = p.parse_args()
     check_device(args.device)

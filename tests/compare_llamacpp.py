@@ -22,35 +22,30 @@ import functools
 import multiprocessing
 import os
 import statistics
-import sys
 import tempfile
 import time
 from unittest import mock
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path[:0] = [ROOT, f"{ROOT}/tests"]
+import root  # noqa: F401  before torch
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
 
-import minispec  # noqa: E402, F401  before torch: it tunes the allocator
-
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-
-import compare_checkpoints  # noqa: E402
-import shown  # noqa: E402
-from gguf_writer import write_gguf  # noqa: E402
-from minispec.core import cpu, gpt  # noqa: E402
-from minispec.core.attention import FullKeys, packed_attend  # noqa: E402
-from minispec.core.engine import Engine  # noqa: E402
-from minispec.core.gpt import dense_attend  # noqa: E402
-from minispec.core.kv_cache import KVCache  # noqa: E402
-from minispec.core.requests import Request  # noqa: E402
-from minispec.core.scheduler import SyncScheduler  # noqa: E402
-from minispec.data import prompts  # noqa: E402
-from minispec.data.tokenizer import Tokenizer  # noqa: E402
-from minispec.studies import results  # noqa: E402
-from minispec.tools import checkpoints, gguf_file, methods  # noqa: E402
-from minispec.tools.files import read_json  # noqa: E402
+import compare_checkpoints
+import shown
+from gguf_writer import write_gguf
+from minispec.core import cpu, gpt
+from minispec.core.attention import FullKeys, packed_attend
+from minispec.core.engine import Engine
+from minispec.core.gpt import dense_attend
+from minispec.core.kv_cache import KVCache
+from minispec.core.requests import Request
+from minispec.core.scheduler import SyncScheduler
+from minispec.data import prompts
+from minispec.data.tokenizer import Tokenizer
+from minispec.studies import results
+from minispec.tools import checkpoints, gguf_file, methods
+from minispec.tools.files import read_json
 
 QUESTIONS = """\
 Why is the sky blue?

@@ -6,27 +6,22 @@ Same folder, same prompts, same process and allocator settings, batch 1, fp32, g
 produce the same number of tokens; repeats alternate, the ratio is the median of the pairwise ratios.
 """
 import argparse
-import os
 import statistics
-import sys
 import time
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
+from root import ROOT  # before torch
+import torch
 
-import minispec  # noqa: E402  before torch
-import torch  # noqa: E402
-
-import bench  # noqa: E402
-import shown  # noqa: E402
-from minispec.studies import results  # noqa: E402
-from minispec.tools import checkpoints  # noqa: E402
-from minispec.data import tasks  # noqa: E402
-from minispec.core.gpt import dense_attend  # noqa: E402
-from minispec.core.engine import Engine  # noqa: E402
-from minispec.core.requests import Request  # noqa: E402
-from minispec.core.scheduler import SyncScheduler  # noqa: E402
-from minispec.data.tokenizer import Tokenizer  # noqa: E402
+import bench
+import shown
+from minispec.studies import results
+from minispec.tools import checkpoints
+from minispec.data import tasks
+from minispec.core.gpt import dense_attend
+from minispec.core.engine import Engine
+from minispec.core.requests import Request
+from minispec.core.scheduler import SyncScheduler
+from minispec.data.tokenizer import Tokenizer
 
 
 def compare(folder, new_tokens=128, repeats=5, n=5):

@@ -15,19 +15,16 @@ wants more shared memory than the device has.
 import argparse
 import itertools
 import json
-import os
 import re
 import subprocess
 import sys
 import tempfile
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
+from root import ROOT
+import torch
 
-import torch  # noqa: E402
-
-from kernels import INTERPRETED, attention, scores, supported, triton  # noqa: E402
-from minispec.tools.files import replaced  # noqa: E402
+from kernels import INTERPRETED, attention, scores, supported, triton
+from minispec.tools.files import replaced
 
 GROUPS = (1, 4)
 HEADS = (32, 64, 128, 256)

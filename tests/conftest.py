@@ -13,12 +13,10 @@ import sys
 import threading
 from unittest import mock
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")          # two processes share the cores
 os.environ["CUDA_VISIBLE_DEVICES"] = ""                         # scripts would take a GPU, and answer in bf16
 
-import minispec  # noqa: E402  before torch: it tunes the allocator
+from root import ROOT  # noqa: E402  before torch
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402

@@ -15,23 +15,19 @@ zeros.
 """
 import gc
 import os
-import sys
 import time
 from dataclasses import dataclass
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
+import root  # noqa: F401  before torch
+import torch
 
-import minispec  # noqa: E402, F401  before torch
-import torch  # noqa: E402
-
-from kernels import attention as packed  # noqa: E402
-from kernels import available, scores  # noqa: E402
-from minispec.core.requests import Request  # noqa: E402
-from minispec.studies import results  # noqa: E402
-from minispec.tools import checkpoints, methods  # noqa: E402
-from minispec.tools.markdown import table  # noqa: E402
-from minispec.tools.script import Parser, check_device, run_main  # noqa: E402
+from kernels import attention as packed
+from kernels import available, scores
+from minispec.core.requests import Request
+from minispec.studies import results
+from minispec.tools import checkpoints, methods
+from minispec.tools.markdown import table
+from minispec.tools.script import Parser, check_device, run_main
 
 K, SPARSITY = 8, 0.05
 KINDS = ("full", "draft", "verify", "mixed", "scores")

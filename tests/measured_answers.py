@@ -2,22 +2,18 @@
 
     python tests/measured_answers.py            # 2 minutes; writes results/answers.json
 """
-import os
-import sys
 from unittest import mock
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import root  # noqa: F401  before torch
+import torch
 
-import minispec  # noqa: E402, F401  before torch: it tunes the allocator
-import torch  # noqa: E402
-
-from minispec import cdlm  # noqa: E402
-from minispec.data import tasks  # noqa: E402
-from minispec.data.tokenizer import Tokenizer  # noqa: E402
-from minispec.studies import cdlm as studies  # noqa: E402
-from minispec.studies.results import ROOT, path  # noqa: E402
-from minispec.tools import answers, checkpoints, methods  # noqa: E402
-from minispec.tools.files import write_json  # noqa: E402
+from minispec import cdlm
+from minispec.data import tasks
+from minispec.data.tokenizer import Tokenizer
+from minispec.studies import cdlm as studies
+from minispec.studies.results import path
+from minispec.tools import answers, checkpoints, methods
+from minispec.tools.files import write_json
 
 FAMILIES = ("arith", "story", "search", "revise")
 
@@ -71,8 +67,7 @@ def decoders(model, tokenizer):
 
 
 if __name__ == "__main__":
-    os.chdir(ROOT)
-    loaded = checkpoints.load("checkpoints/target", dtype=torch.float32), Tokenizer.load("checkpoints/target")
+    loaded = checkpoints.load(methods.SHIPPED, dtype=torch.float32), Tokenizer.load(methods.SHIPPED)
     found = {"modules": modules(*loaded), "decoders": decoders(*loaded)}
     write_json(path("answers.json"), found)
     print(found)
