@@ -2,40 +2,35 @@
 process, as in test_kernels.py), where a stand-in replays a graph; captures and sizes as plain tests."""
 
 import contextlib
-import os
 import random
-import sys
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
+from conftest import tell, toy_model  # before torch
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from conftest import tell, toy_model  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
+from kernels import attention as att
+from kernels import graphs, triton
+from minispec import prism, specdiff
+from minispec.core import kv_cache
+from minispec.core.attention import FullKeys
+from minispec.core.cpu import Linear
+from minispec.core.drafters import CachedDrafter, NGram, SmallLM
+from minispec.core.engine import Engine
+from minispec.core.requests import Request, Segment
+from minispec.core.gpt import GPTConfig, RMSNorm
+from minispec.core.kv_cache import Allocation, KVCache
+from minispec.core.scheduler import SyncScheduler
+from minispec.core.verify import Sampling
+from minispec.specgen import PillarKeys, SpecGen
+from minispec.studies import measure
 
-from kernels import attention as att  # noqa: E402
-from kernels import graphs, triton  # noqa: E402
-from minispec import prism, specdiff  # noqa: E402
-from minispec.core import kv_cache  # noqa: E402
-from minispec.core.attention import FullKeys  # noqa: E402
-from minispec.core.cpu import Linear  # noqa: E402
-from minispec.core.drafters import CachedDrafter, NGram, SmallLM  # noqa: E402
-from minispec.core.engine import Engine  # noqa: E402
-from minispec.core.requests import Request, Segment  # noqa: E402
-from minispec.core.gpt import GPTConfig, RMSNorm  # noqa: E402
-from minispec.core.kv_cache import Allocation, KVCache  # noqa: E402
-from minispec.core.scheduler import SyncScheduler  # noqa: E402
-from minispec.core.verify import Sampling  # noqa: E402
-from minispec.specgen import PillarKeys, SpecGen  # noqa: E402
-from minispec.studies import measure  # noqa: E402
-
-import references  # noqa: E402
+import references
 
 graphs.capture = references.capture  # there is no GPU to capture on
 

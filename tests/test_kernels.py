@@ -8,22 +8,17 @@ import dataclasses
 import functools
 import json
 import mmap
-import os
-import sys
 from unittest import mock
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
+from conftest import ROOT, seeded  # before torch
+import pytest
+import torch
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from conftest import seeded  # noqa: E402
-
-import kernels  # noqa: E402
-from kernels import attention as att  # noqa: E402
-from kernels import scores, triton  # noqa: E402
-import compile_report  # noqa: E402
-import references  # noqa: E402
+import kernels
+from kernels import attention as att
+from kernels import scores, triton
+import compile_report
+import references
 
 NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python names from 3.13 on
 GROUPS = (1, 2, 4, 5, 8)
