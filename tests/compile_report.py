@@ -30,6 +30,13 @@ GROUPS = (1, 4)
 HEADS = (32, 64, 128, 256)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}           # fp16 takes the same path as bf16
 KERNELS = ("packed_attention", "merge_parts", "pillar_scores")
+# of arguments; other pointers are to numbers of the kernel's dtype, other arguments "i32"
+TYPES = {
+    **dict.fromkeys(("p_lse", "p_part", "p_part_lse", "p_scores"), "*fp32"),
+    **dict.fromkeys(("p_slot", "p_selected", "p_request", "p_item", "p_merge", "p_which"), "*i32"),
+    "p_sees": "*i64",
+    "scale": "fp32",
+}
 
 # Of each architecture, from the CUDA programming guide's table of compute capabilities: the most shared
 # memory that a block may have and what a multiprocessor has, in KB, and the most threads and blocks of a
@@ -56,21 +63,11 @@ def signature(kernel, dtype, constants):
     types = {}
     aligned = {}
     for p in kernel.params:
-        if p.name in constants:
-            types[p.name] = "constexpr"
-        elif p.name in ("p_lse", "p_part", "p_part_lse", "p_scores"):
-            types[p.name] = "*fp32"
-        elif p.name in ("p_slot", "p_selected", "p_request", "p_item", "p_merge", "p_which"):
-            types[p.name] = "*i32"
-        elif p.name in ("p_sees", "p_position", "p_new"):
-            types[p.name] = "*i64"
-        elif p.name.startswith("p_"):
-            types[p.name] = "*" + dtype
-        else:
-            types[p.name] = "fp32" if p.name in ("scale", "eps") else "i32"
-        if p.name.startswith("p_") or p.name in ("s_q", "s_kv"):        # strides of lists may be anything
+        pointer = p.name.startswith("p_")
+        types[p.name] = TYPES.get(p.name, "*" + dtype if pointer else "i32")
+        if pointer or p.name in ("s_q", "s_kv"):        # strides of lists may be anything
             aligned[(p.num,)] = [["tt.divisibility", 16]]
-    return types, aligned
+    return types | dict.fromkeys(constants, "constexpr"), aligned
 
 
 def compile_one(name, dtype, group, d, arch):
