@@ -15,7 +15,6 @@ load      seconds and peak memory of loading, in a fresh process
 
 Writes results/llamacpp.json, and keeps there what other parts found.
 """
-import argparse
 import atexit
 import contextlib
 import functools
@@ -46,6 +45,7 @@ from minispec.data.tokenizer import Tokenizer
 from minispec.studies import results
 from minispec.tools import checkpoints, gguf_file, methods
 from minispec.tools.files import read_json
+from minispec.tools.script import Parser
 
 QUESTIONS = """\
 Why is the sky blue?
@@ -298,7 +298,7 @@ PARTS = {f.__name__: f for f in (speed, steps, rows, ids, greedy, load)}
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     add = p.add_argument
     add("parts", nargs="*", choices=[*PARTS, []], default=[], help="default: all of them")
     add("--data", default=os.environ.get("MINISPEC_DATA"), help="folder of public prompts (docs/prompts.md)")

@@ -5,7 +5,6 @@
 Same folder, same prompts, same process and allocator settings, batch 1, fp32, greedy, no stop token, so both
 produce the same number of tokens; repeats alternate, the ratio is the median of the pairwise ratios.
 """
-import argparse
 import statistics
 import time
 
@@ -22,6 +21,7 @@ from minispec.core.engine import Engine
 from minispec.core.requests import Request
 from minispec.core.scheduler import SyncScheduler
 from minispec.data.tokenizer import Tokenizer
+from minispec.tools.script import Parser
 
 
 def compare(folder, new_tokens=128, repeats=5, n=5):
@@ -63,7 +63,7 @@ def compare(folder, new_tokens=128, repeats=5, n=5):
 
 
 if __name__ == "__main__":
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     p.add_argument("--model", default=f"{ROOT}/checkpoints/target")
     p.add_argument("--repeats", type=int, default=5)
     args = p.parse_args()

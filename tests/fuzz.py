@@ -10,7 +10,6 @@ damaged file. It runs in a fork of this process, which has imported everything. 
 ("--steps 1000000") are no errors and are left out; absurd ones ("--tokens 1e300") are not. No case names a
 writable place outside its folder.
 """
-import argparse
 import collections
 import contextlib
 import copy
@@ -29,7 +28,7 @@ import time
 import traceback
 from unittest import mock
 
-from conftest import ROOT, save_toy_target, table  # before torch: it tunes the allocator
+from conftest import ROOT, save_toy_target, table  # before torch: one thread, because a fork has no others
 import torch
 from tqdm import tqdm
 
@@ -155,6 +154,11 @@ def template(folder, runs=True):
         assert code == 0, text
     code, _, text = run(folder, "train_gpt", [*FIRST.split(), "--tokens", "2e3", "--save-every", "1"])
     assert code == 0, text
+
+
+def scratch():
+    """A temporary folder, in memory where there is one."""
+    return tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
 
 
 def forked(folder, name, argv, main, output):
@@ -443,7 +447,7 @@ def one(kind, seed, i, source, known, show=False):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = script.Parser(__doc__)
     add = p.add_argument
     add("--lines", type=int, default=2000, help="command lines")
     add("--files", type=int, default=2000, help="damaged files")
@@ -451,9 +455,8 @@ def main():
     add("--only", metavar="KIND:NUMBER", help="one case, with its output")
     add("--no-results", action="store_true", help="write no results/knocks.json")
     args = p.parse_args()
-    torch.set_num_threads(1)                                    # a fork has no threads but its own
     out = {}
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as top:
+    with scratch() as top:
         source = os.path.join(top, "template")
         os.makedirs(os.path.join(source, "checkpoints"))
         template(source, runs=args.files > 100 or bool(args.only))

@@ -9,7 +9,6 @@ imported everything, and is killed a random time after its start. Files that it 
 safetensors that can be read, and results that were there before. In the end weights and logs are equal to
 those of an undisturbed run.
 """
-import argparse
 import dataclasses
 import functools
 import glob
@@ -19,7 +18,6 @@ import random
 import shutil
 import signal
 import sys
-import tempfile
 import time
 
 import fuzz  # before torch: it tunes the allocator
@@ -164,17 +162,16 @@ def torture(folder, name, kills, rng):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = script.Parser(__doc__)
     add = p.add_argument
     add("--kills", type=int, default=50, help="of each script")
     add("--only", choices=CASES, help="one script")
     add("--seed", type=int, default=1)
     add("--no-results", action="store_true", help="write no results/knocks.json")
     args = p.parse_args()
-    torch.set_num_threads(1)                                     # a fork has no threads but its own
     out = {}
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+    with fuzz.scratch() as folder:
         os.makedirs(f"{folder}/checkpoints")
         fuzz.template(folder, runs=False)
         for name in [args.only] if args.only else CASES:
