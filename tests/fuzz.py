@@ -113,8 +113,8 @@ LONG = "--n --steps --prompts --heldout --batch --batch-tokens --windows --unrol
 def template(folder, runs=True):
     """A folder in which every script works, in a few seconds: toys in place of checkpoints/, and files of
     every kind that scripts read. runs: also trainings that can be resumed."""
-    def path(*parts):
-        return os.path.join(folder, *parts)
+    def path(name):
+        return os.path.join(folder, name)
 
     copied = [*(f"{name}.py" for name in SCRIPTS if name != "bounds"), "minispec", "kernels", "docs",
               "README.md", "results"]
@@ -122,12 +122,12 @@ def template(folder, runs=True):
         source = os.path.join(ROOT, name)
         (shutil.copytree if os.path.isdir(source) else shutil.copy)(source, path(name))
     # A part of the results: `bounds` would take a quarter of a minute with all of them.
-    whole = files.read_json(path("results", "run.json"))
+    whole = files.read_json(path("results/run.json"))
     rows = [r for r in whole["result"]["rows"] if r["workload"] == "arith" and r["batch"] == 1]
     whole["result"]["rows"] = rows
-    files.write_json(path("results", "run.json"), whole)
-    some = traces.read_traces(path("results", "traces.jsonl"))
-    traces.write_traces(path("results", "traces.jsonl"), [t for t in some if t.id in rows[0]["ids"]])
+    files.write_json(path("results/run.json"), whole)
+    some = traces.read_traces(path("results/traces.jsonl"))
+    traces.write_traces(path("results/traces.jsonl"), [t for t in some if t.id in rows[0]["ids"]])
     # Toy models and drafters, and a model in shards.
     target = save_toy_target(path("checkpoints"), gain=1.0, block_size=2048)
     for name in ("checkpoints/draft", "checkpoints/cdlm/student", "checkpoints/cdlm/teacher", "sharded"):
@@ -136,13 +136,13 @@ def template(folder, runs=True):
     drafters = {"prism": prism.for_target(model, (0, 1)), "eagle": prism.for_target(model, (0,)),
                 "specdiff": specdiff.for_target(model)}
     for name, drafter in drafters.items():
-        drafter_files.save_drafter(drafter, path("checkpoints", name), model)
-    os.rename(path("sharded", "model.safetensors"), path("sharded", "model-1.safetensors"))
+        drafter_files.save_drafter(drafter, path(f"checkpoints/{name}"), model)
+    os.rename(path("sharded/model.safetensors"), path("sharded/model-1.safetensors"))
     names = [name for _, parts, _ in checkpoints.weight_names(model.config) for name in parts]
     index = {"weight_map": dict.fromkeys(names, "model-1.safetensors")}
-    files.write_json(path("sharded", "model.safetensors.index.json"), index)
+    files.write_json(path("sharded/model.safetensors.index.json"), index)
     # Prompts, traces, prices, and a link to itself.
-    os.makedirs(path("data", "gsm8k"))
+    os.makedirs(path("data/gsm8k"))
     for name, text in {"prompts.jsonl": PROMPTS, "many.jsonl": GSM8K, "traces.jsonl": TRACES,
                        "data/gsm8k/test.jsonl": GSM8K, "costs.json": COSTS}.items():
         files.write_text(path(name), text)
@@ -163,7 +163,7 @@ def scratch():
 
 def forked(folder, name, argv, main, output):
     """The process id of a fork that runs main() in `folder` as the script of this name. output: the file of
-    its output, or None."""
+    its output."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -171,9 +171,8 @@ def forked(folder, name, argv, main, output):
         return pid
     code = 1
     try:
-        if output:
-            out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(out, 1), os.dup2(out, 2)
+        out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(out, 1), os.dup2(out, 2)
         os.chdir(folder)
         os.environ.pop("MINISPEC_DATA", None)
         sys.argv = [name + ".py", *argv]
@@ -190,7 +189,7 @@ def forked(folder, name, argv, main, output):
         os._exit(code)
 
 
-def run(folder, name, argv, show=False, drawing=False):
+def run(folder, name, argv, drawing=False):
     """A script in a fork of this process: (exit code, "hang" or "killed", processor seconds, output)."""
     def main():
         os.setsid()
@@ -203,17 +202,15 @@ def run(folder, name, argv, show=False, drawing=False):
         file = os.path.relpath(SCRIPTS[name].__file__, ROOT)
         runpy.run_path(os.path.join(folder, file), run_name="__main__")
 
-    output = None if show else f"{folder}/.output"
+    output = f"{folder}/.output"
     pid = forked(folder, name, argv, main, output)
     _, status, used = os.wait4(pid, 0)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(status)
-    text = ""
-    if output:
-        with open(output, encoding="utf-8", errors="replace") as f:
-            text = f.read()
-        os.remove(output)
+    with open(output, encoding="utf-8", errors="replace") as f:
+        text = f.read()
+    os.remove(output)
     hang = -code in (signal.SIGALRM, signal.SIGXCPU, signal.SIGKILL)
     return "hang" if hang else "killed" if code < 0 else code, used.ru_utime + used.ru_stime, text
 
@@ -389,9 +386,6 @@ def damaged_file(rng, folder):
     _, file, name, line = rng.choices(some, [int(f[0]) for f in some])[0]
     chosen = name, line.split(), file
     path = os.path.join(folder, file)
-    if not os.path.exists(path):                                # toys have no log
-        shutil.copy(os.path.join(ROOT, file), path)
-        shutil.copy(os.path.join(ROOT, os.path.dirname(file), "command.txt"), os.path.dirname(path))
     with open(path, "rb") as f:
         data = f.read()
     kind = rng.random()
@@ -434,15 +428,15 @@ def verdict(folder, name, code, text):
     return next((what for what, true in wrong.items() if true), None)
 
 
-def one(kind, seed, i, source, known, show=False):
+def one(kind, seed, i, source, known):
     """Case i of a kind in a copy of `source`: (what is wrong or None, code, seconds, description, output)."""
     rng = random.Random(f"{seed}/{kind}/{i}")
     with tempfile.TemporaryDirectory(dir=os.path.dirname(source)) as folder:
         shutil.copytree(source, folder, symlinks=True, dirs_exist_ok=True)
         lines = kind == "lines"
         name, argv, file = (*command_line(rng, known), "") if lines else damaged_file(rng, folder)
-        code, seconds, text = run(folder, name, argv, show, drawing=rng.random() < 0.05)
-        wrong = verdict(folder, name, code, text if not show else name + ".py: (shown above)")
+        code, seconds, text = run(folder, name, argv, drawing=rng.random() < 0.05)
+        wrong = verdict(folder, name, code, text)
     return wrong, code, seconds, f"{kind}:{i} {file} {name}.py " + " ".join(map(repr, argv))[:300], text
 
 
@@ -463,8 +457,8 @@ def main():
         known = options()
         if args.only:
             kind, i = args.only.split(":")
-            wrong, code, seconds, what, _ = one(kind, args.seed, int(i), source, known, show=True)
-            return print(f"{what}\nexit {code} after {seconds:.1f} s: {wrong or 'fine'}")
+            wrong, code, seconds, what, text = one(kind, args.seed, int(i), source, known)
+            return print(f"{text}\n{what}\nexit {code} after {seconds:.1f} s: {wrong or 'fine'}")
         for kind in ("files", "lines"):
             out[kind] = several(kind, getattr(args, kind), args.seed, source, known)
             if not args.no_results:
