@@ -12,7 +12,6 @@ those of an undisturbed run.
 import dataclasses
 import functools
 import glob
-import json
 import os
 import random
 import shutil
@@ -56,14 +55,13 @@ def start(folder, name):
     return fuzz.forked(folder, name, CASES[name], main, f"{folder}/.output")
 
 
-def finished(folder, name):
-    """Run to the end; seconds."""
-    began = time.monotonic()
-    code = os.waitstatus_to_exitcode(os.waitpid(start(folder, name), 0)[1])
-    if code != 0:
+def finished(folder, name, pid):
+    """Whether a run came to its end, and was not killed. An error of its own is raised, with its output."""
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code not in (0, -signal.SIGKILL):
         with open(f"{folder}/.output", errors="replace") as f:
             raise AssertionError(f"{name} ended with {code}: {f.read()[-2000:]}")
-    return time.monotonic() - began
+    return code == 0
 
 
 def written(folder, name):
@@ -73,40 +71,30 @@ def written(folder, name):
     return sorted(path for path in paths if not path.endswith(".tmp"))
 
 
-def check_whole(paths):
-    """Every file can be read to its end."""
-    for path in paths:
-        if path.endswith((".json", ".part")):
-            files.read_json(path)
-        elif path.endswith(".safetensors"):
-            load_file(path)
+def essence(folder, name):
+    """{file: content that kills must not change}: without times, weights as tensors. Every file is read to
+    its end."""
+    out = {}
+    for path in written(folder, name):
+        key = os.path.relpath(path, folder)
+        out[key] = None                                  # its existence: the rest are times
+        if path.endswith(".safetensors"):
+            out[key] = load_file(path)
         elif path.endswith(".pt"):
             torch.load(path, weights_only=True)
+        elif path.endswith((".json", ".part")):
+            data = files.read_json(path)
+            if key == "results/run.json":
+                kept = ("workload", "batch", "ids", "method", "tokens", "identical", "prompts")
+                out[key] = [[row[k] for k in kept] for row in data["result"]["rows"]]
+            elif os.path.basename(path).startswith("settings"):
+                out[key] = data
         elif path.endswith((".jsonl", "command.txt")):
             with open(path) as f:
                 assert f.read().endswith("\n"), path
             if path.endswith(".jsonl"):
-                files.read_rows(path)
-
-
-def essence(folder, name):
-    """{file: content that kills must not change}: without times, weights as tensors."""
-    out = {}
-    for path in written(folder, name):
-        key = os.path.relpath(path, folder)
-        if path.endswith(".safetensors"):
-            out[key] = load_file(path)
-        elif path.endswith("log.jsonl"):
-            with open(path) as f:
-                out[key] = [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in f]
-        elif name == "bench" and os.path.basename(path) == "run.json":
-            kept = ("workload", "batch", "ids", "method", "tokens", "identical", "prompts")
-            out[key] = [[row[k] for k in kept] for row in files.read_json(path)["result"]["rows"]]
-        elif os.path.basename(path) == "traces.jsonl" or os.path.basename(path).startswith("settings"):
-            with open(path) as f:
-                out[key] = f.read()
-        else:
-            out[key] = None                              # its existence: the rest are times
+                rows = [row for _, row in files.read_rows(path)]
+                out[key] = [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
     return out
 
 
@@ -129,35 +117,30 @@ def clean(folder, name):
 def torture(folder, name, kills, rng):
     """Kill, check and resume; at the end of a run compare and begin anew, until `kills` kills are done."""
     clean(folder, name)
-    whole = finished(folder, name)
+    began = time.monotonic()
+    assert finished(folder, name, start(folder, name))
+    whole = time.monotonic() - began
     reference = essence(folder, name)
     clean(folder, name)
     dead = 0
     ends = 0
-    killed = False
-    while dead < kills or killed:
+    ended = True
+    while dead < kills or not ended:
         before = written(folder, name)
         pid = start(folder, name)
         if dead < kills:
             time.sleep(rng.uniform(0, whole / 3))
             os.kill(pid, signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        killed = code == -signal.SIGKILL
-        after = written(folder, name)
+        ended = finished(folder, name, pid)
         replaced = f"{folder}/results/run.part"         # by run.json
-        lost = set(before) - set(after) - {replaced}
+        lost = set(before) - set(written(folder, name)) - {replaced}
         assert not lost, f"{name} lost {lost}"
-        check_whole(after)
-        dead += killed
-        if killed:
-            continue
-        if code == 0:
-            same(essence(folder, name), reference)
+        left = essence(folder, name)
+        if ended:
+            same(left, reference)
             ends += 1
             clean(folder, name)
-        else:
-            finished(folder, name)                               # says what it printed, if it does so again
-            raise AssertionError(f"{name} ended with {code} once")
+        dead += not ended
     return {"kills": dead, "runs_that_reached_the_end": ends, "seconds_undisturbed": round(whole, 1)}
 
 
