@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import toy_model
+from conftest import ids_of, toy_model
 
 from kernels import SEEN, can_run
 from kernels.graphs import Graphs
@@ -31,18 +31,21 @@ SCHEDULERS = {
 }
 
 
-def answers(scheduler):
-    engine = Engine(TARGET, scheduler, 8, prefill_chunk=16)
-    return [g.token_ids for g in engine.generate([Request(p, 10) for p in PROMPTS])], engine
+def engine_of(name):
+    return Engine(TARGET, SCHEDULERS[name], 8, prefill_chunk=16)
+
+
+def answers(engine):
+    return ids_of(engine.generate([Request(p, 10) for p in PROMPTS]))
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_the_rows_of_all_prompts_have_a_bound(name, monkeypatch):
     """The oldest read first, and everybody's tokens stay what they are."""
-    want, before = answers(SCHEDULERS[name])
+    before, engine = engine_of(name), engine_of(name)
+    want = answers(before)
     monkeypatch.setattr(engine_module, "PROMPT_ROWS", 20)
-    got, engine = answers(SCHEDULERS[name])
-    assert got == want
+    assert answers(engine) == want
     assert max(i["prefill"] for i in before.iterations) > 60
     assert max(i["prefill"] for i in engine.iterations) in range(17, 21)
     if name != "specgen delayed":
@@ -63,22 +66,14 @@ def test_the_thread_of_delayed_verification_uses_the_models_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda x: chosen.append((x, threading.get_ident())))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
     monkeypatch.setattr(GPT, "device", device)
-    engine = Engine(TARGET, SCHEDULERS["specgen delayed"])
+    engine = engine_of("specgen delayed")
     worker = engine.thread.submit(threading.get_ident).result()
     assert chosen == [(device, worker)] and worker != threading.get_ident() and engine.side == device
 
 
-class Stream:
-    """Writes down what is asked of it."""
-
-    def __init__(self, log):
-        self.log = log
-
-    def wait_stream(self, other):
-        self.log.append("waits")
-
-    def synchronize(self):
-        self.log.append("is done")
+def stream_of(log):
+    """A stream that writes down when it waits for another."""
+    return SimpleNamespace(wait_stream=lambda other: log.append("waits"))
 
 
 @pytest.fixture
@@ -92,15 +87,15 @@ def log(monkeypatch):
         yield
         log.append("end")
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream([]))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream_of([]))
     monkeypatch.setattr(torch.cuda, "stream", stream)
     return log
 
 
 def test_delayed_verdicts_are_found_on_a_stream_of_their_own(log, monkeypatch):
     """After the forward that made the logits, beside the one that runs now, before their tokens are used."""
-    engine = Engine(TARGET, SCHEDULERS["specgen delayed"], 8)
-    engine.side, read = Stream(log), []
+    engine = engine_of("specgen delayed")
+    engine.side, read, alive = stream_of(log), [], []
 
     def commit(real=engine.commit):
         states = [s.request.state for s in engine.pending]
@@ -112,17 +107,15 @@ def test_delayed_verdicts_are_found_on_a_stream_of_their_own(log, monkeypatch):
         log.append("is done")
         alive.append(all(x() is not None for x in read))
 
-    alive = []
+    engine.side.synchronize = done
     monkeypatch.setattr(engine, "commit", commit)
-    monkeypatch.setattr(engine.side, "synchronize", done)
     for name in ("commit", "_prefilled"):
         def logged(*args, name=name, real=getattr(engine, name)):
             log.append(name)
             return real(*args)
 
         monkeypatch.setattr(engine, name, logged)
-    got = [g.token_ids for g in engine.generate([Request(p, 10) for p in PROMPTS])]
-    assert got == answers(SyncScheduler)[0]
+    assert answers(engine) == answers(engine_of("ar"))
     assert log == ["waits", "begin", "commit", "end", "is done", "_prefilled"] * len(engine.iterations)
     assert len(alive) == len(engine.iterations) and all(alive)           # tensors that the stream may still read
 
@@ -138,7 +131,7 @@ def test_what_leaves_for_the_host_takes_a_stream_of_its_own_to_pinned_memory(log
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: log.append("kept for it"))
     monkeypatch.setattr("minispec.core.kv_cache.BLOCK", 10)
     cache = KVCache(TARGET.config, 40)
-    cache.side = Stream(log)
+    cache.side = stream_of(log)
     cache.k.normal_()
     blocks = cache.open(30)
     before = cache.k[:, :, :30].clone()
@@ -171,9 +164,8 @@ def test_trees_run_on_the_kernels_where_a_word_of_bits_shows_who_sees_whom(monke
     assert SyncScheduler(None, Drafter(), 32).tree == SyncScheduler(None).tree == 0
 
 
-def test_a_draft_row_follows_its_request_to_other_blocks(monkeypatch):
+def test_a_draft_row_follows_its_request_to_other_blocks():
     """On a GPU draft rows are written to the cache itself, so they must follow a move within a round."""
-    monkeypatch.setattr("minispec.core.kv_cache.BLOCK", 4)
     engine = Engine(TARGET, SCHEDULERS["specgen"], 2)
     request = Request(PROMPTS[0], 10)
     stream = engine.stream([request])
