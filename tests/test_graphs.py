@@ -8,7 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
-from conftest import tell, toy_model  # before torch
+from conftest import ids_of, tell, toy_model  # before torch
 import pytest
 import torch
 import torch.nn.functional as F
@@ -285,9 +285,8 @@ def test_a_forward_larger_than_the_largest_graph_is_eager_and_others_share_their
 
 
 def test_graphs_last_as_long_as_their_cache_and_their_longest_request():
-    sparse = lambda e: SpecGen(e, 3, 0.1, 4)
-    for scheduler, selected, scores in ((SyncScheduler, 0, 0), (sparse, 16, 2 * 2 * 2 * 160)):
-        engine = on_kernels(toy_model(), scheduler, 2)
+    for name, selected, scores in (("ar", 0, 0), ("specgen", 16, 2 * 2 * 2 * 160)):
+        engine = on_kernels(toy_model(), METHODS[name], 2)
         made = []
         for requests, n in ((2, 20), (1, 10), (1, 15), (1, 140), (2, 140)):
             engine._prepare([Request([1] * n, 20)] * requests)
@@ -367,8 +366,6 @@ DRAFTERS = {
     "specdiff": (partial(specdiff.SpecDiffDrafter, SPECDIFF, TARGET), 3),
     "specdiff K=3": (partial(specdiff.SpecDiffDrafter, SPECDIFF, TARGET, k_drafts=3), 9),
 }
-
-
 METHODS = {
     "ar": SyncScheduler,
     "ngram": lambda e: SyncScheduler(e, NGram(3, 1), 4),
@@ -458,7 +455,7 @@ def test_compiling_and_capturing_is_in_no_price(counting, monkeypatch):
     real = graphs.capture
     monkeypatch.setattr(graphs, "capture", lambda *args: (later(1000), real(*args))[1])
     monkeypatch.setattr("time.perf_counter", lambda: later(1))
-    engine = on_kernels(TARGET, lambda e: SyncScheduler(e, SmallLM(SMALL, TARGET), 3), 2)
+    engine = on_kernels(TARGET, METHODS["draft"], 2)
     answers = engine.generate([Request([3, 1, 4, 1, 5], 6), Request([9, 2], 9)])
     captures = len(engine.graphs.graphs) + len(engine.scheduler.drafter.graphs.graphs)
     assert captures > 3 and engine.warm_up >= 1000 * captures
@@ -497,38 +494,32 @@ def test_prices_are_those_of_graphs(name, counting, monkeypatch):
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_round_in_a_graph_drafts_what_single_steps_do(name, temperature, counting):
     """For requests that end at different times, and an early stop that changes from round to round."""
-    make, k = DRAFTERS[name]
     runs = []
     for in_graph in (False, True):
-        drafter = make()
+        engine = on_kernels(TARGET, METHODS[name], 2, in_graph)
+        drafter = engine.scheduler.drafter
         proposed = []
 
-        def propose(requests, limits, drafter=drafter, real=drafter.propose, proposed=proposed):
+        def propose(requests, limits, real=drafter.propose):
             drafter.min_confidence = 0.9 * (len(proposed) % 2)
             out = real(requests, limits)
             proposed.append([(tokens, *rest[:1]) for tokens, _, *rest in out])
             return out
 
         drafter.propose = propose
-        engine = on_kernels(
-            TARGET, lambda e, drafter=drafter: SyncScheduler(e, drafter, k), 2, in_graph
-        )
+        first = Request([3, 1, 4, 1, 5], 6, Sampling(temperature, seed=1))
+        second = Request([9, 2], 19, Sampling(temperature, seed=2))
         with scattered(4):
-            answers = engine.generate(
-                [
-                    Request([3, 1, 4, 1, 5], 6, Sampling(temperature, seed=1)),
-                    Request([9, 2], 19, Sampling(temperature, seed=2)),
-                ]
-            )
-        runs.append((proposed, [g.token_ids for g in answers]))
+            answers = engine.generate([first, second])
+        runs.append((proposed, ids_of(answers)))
         assert bool(drafter.graphs and drafter.graphs.graphs) == in_graph
     assert runs[0] == runs[1]
 
 
 def test_the_early_stop_is_a_table_of_the_graph(counting):
     """A graph replays numbers: an attribute that it read when it was captured would stay as it was then."""
-    make, k = DRAFTERS["prism"]
-    drafter = make()
+    engine = on_kernels(TARGET, METHODS["prism"], 2)
+    drafter = engine.scheduler.drafter
 
     def round(x, real=drafter.round):
         stop, drafter.min_confidence = drafter.min_confidence, None
@@ -537,7 +528,6 @@ def test_the_early_stop_is_a_table_of_the_graph(counting):
         return out
 
     drafter.round = round
-    engine = on_kernels(TARGET, lambda e: SyncScheduler(e, drafter, k), 2)
     engine.generate([Request([3, 1, 4, 1, 5], 6)])
     assert drafter.graphs.graphs
 
