@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import toy_model
+from conftest import ids_of, toy_model
 
 from minispec import prism
 from minispec.core import admission
@@ -26,15 +26,15 @@ SCHEDULERS = {
 }
 
 
-def prompts(n, seed=0, longest=60):
-    rng = random.Random(seed)
+def prompts(n, longest=60):
+    rng = random.Random(0)
     return [[rng.randrange(64) for _ in range(rng.randint(2, longest))] for _ in range(n)]
 
 
 def answer(engine, some, n=40):
     """Tokens of n-token answers; and the rows of prompts that were fed for them."""
     engine.iterations.clear()
-    tokens = [g.token_ids for g in engine.generate([Request(p, n) for p in some])]
+    tokens = ids_of(engine.generate([Request(p, n) for p in some]))
     return tokens, sum(i["prefill"] for i in engine.iterations)
 
 
@@ -44,8 +44,8 @@ def plain(some, n=40, model=MODEL):
 
 
 @functools.cache
-def reference(n, seed=0):
-    return plain(prompts(n, seed))
+def reference(n):
+    return plain(prompts(n))
 
 
 def demand(scheduler, some):
@@ -285,4 +285,4 @@ def test_an_interrupt_while_a_request_enters_loses_no_blocks(monkeypatch):
             patch.setattr(owner, name, stopped)
             engine.generate(requests)
         assert engine.cache.used == engine.cache.charged == 0
-        assert [g.token_ids for g in engine.generate(requests)] == plain(some)
+        assert ids_of(engine.generate(requests)) == plain(some)

@@ -67,10 +67,10 @@ class Batch:
 
 
 @functools.cache
-def attended(g, d, chunk=None, dtype=torch.float32):
+def attended(g, d, chunk=att.CHUNK, dtype=torch.float32):
     """(batch, plan, rows, lse) of the kernel on MIXED, whole or split."""
     batch = Batch(g, d, dtype)
-    plan = att.make_plan(MIXED, g, **({"chunk": chunk} if chunk else {}))
+    plan = att.make_plan(MIXED, g, chunk)
     return batch, plan, *att.attention(*batch.args(), plan)
 
 
@@ -81,7 +81,7 @@ def close(a, b, tolerance):
 
 def check_mixed(g, d, dtype=torch.float32, tolerance=1e-5):
     """One launch for the whole mixture, unsplit and split, and the scores of the verifying requests."""
-    batch, whole, out, lse = attended(g, d, None, dtype)
+    batch, whole, out, lse = attended(g, d, dtype=dtype)
     _, split, parted, parted_lse = attended(g, d, 48, dtype)
     assert len(whole.merges) == 0
     assert len(split.merges) > 0

@@ -18,8 +18,10 @@ from conftest import ROOT, refusal, refused, run_script, toy_model, words
 import decode
 import train_gpt
 from minispec import prism
-from minispec.tools import checkpoints, drafter_files, files, methods, script, training
+from minispec.core.engine import Engine
 from minispec.core.requests import Request
+from minispec.specgen import SpecGen
+from minispec.tools import checkpoints, drafter_files, files, script, training
 
 
 # -- disks -----------------------------------------------------------------------------------------------
@@ -202,16 +204,12 @@ def test_weights_that_are_no_numbers_are_not_kept(tmp_path):
 
 # -- prompts and caches ----------------------------------------------------------------------------------
 
-def engine_of(name, model, batch=1, **changes):
-    return methods.make_engine(name, model, methods.settings(k=4, **changes), batch)
-
-
 def test_no_tokens_and_ids_out_of_range():
     with refused("an empty prompt"):
         Request([])
     for ids in ([64], [-1], [3, 10 ** 12]):
         with refused("the vocabulary of this model is 0 to 63"):
-            engine_of("ar", toy_model()).generate([Request(ids, 3)])
+            Engine(toy_model(), SpecGen).generate([Request(ids, 3)])
 
 
 @pytest.mark.parametrize("text", ["", "x", "🙂🏳️‍🌈" * 5, "\udcff\udcfe", "\0", "<|eos|><|answer|>",
@@ -224,7 +222,7 @@ def test_prompts_of_any_text(text, toy, tmp_path, capsys):
 
 
 def test_a_pool_too_small_for_one_request():
-    engine = engine_of("specgen", toy_model(), 4, cache_tokens=30)
+    engine = Engine(toy_model(), SpecGen, 4, cache_tokens=30)
     with refused("a cache of 30 tokens cannot hold a request of"):
         engine.generate([Request([1, 2, 3], 5), Request([1] * 30, 5)])
 
