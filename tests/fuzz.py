@@ -189,7 +189,7 @@ def forked(folder, name, argv, main, output):
         os._exit(code)
 
 
-def run(folder, name, argv, drawing=False):
+def run(folder, name, argv):
     """A script in a fork of this process: (exit code, "hang" or "killed", processor seconds, output)."""
     def main():
         os.setsid()
@@ -197,8 +197,6 @@ def run(folder, name, argv, drawing=False):
         for limit, n in (("CPU", SECONDS), ("AS", MEMORY), ("CORE", 0)):
             resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (n, n))
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        if not drawing:
-            sys.modules["matplotlib"] = None
         file = os.path.relpath(SCRIPTS[name].__file__, ROOT)
         runpy.run_path(os.path.join(folder, file), run_name="__main__")
 
@@ -435,7 +433,7 @@ def one(kind, seed, i, source, known):
         shutil.copytree(source, folder, symlinks=True, dirs_exist_ok=True)
         lines = kind == "lines"
         name, argv, file = (*command_line(rng, known), "") if lines else damaged_file(rng, folder)
-        code, seconds, text = run(folder, name, argv, drawing=rng.random() < 0.05)
+        code, seconds, text = run(folder, name, argv)
         wrong = verdict(folder, name, code, text)
     return wrong, code, seconds, f"{kind}:{i} {file} {name}.py " + " ".join(map(repr, argv))[:300], text
 

@@ -16,7 +16,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
 
 import fuzz  # before torch: it tunes the allocator
@@ -43,7 +42,6 @@ CASES["bench"] = ["profile", "trace", "run", "bounds"]
 def start(folder, name):
     """A fork that runs the script in `folder`; returns its process id."""
     def main():
-        sys.modules["matplotlib"] = None
         if name == "bench":                              # its studies with few prompts, methods and tokens
             bench.ROOT, results.FOLDER = folder + "/", f"{folder}/results"
             run.SMALL, tasks.FAMILIES = dataclasses.replace(run.SMALL, new=8), ("revise", "arith")
