@@ -15,7 +15,7 @@ N = 256
 V = 4096
 
 
-def asked(seeds, positions, lane=TARGET, v=V):
+def asked(seeds=[7] * N, positions=range(N), lane=TARGET, v=V):
     streams = torch.tensor([stream(seed, lane) for seed in seeds])
     return uniform(streams, torch.as_tensor(positions), v)
 
@@ -23,18 +23,18 @@ def asked(seeds, positions, lane=TARGET, v=V):
 @functools.cache
 def neighbours():
     """{what differs between them: two tables (N, V)}"""
-    one = asked([7] * N, range(N))
+    one = asked()
     return {
         "tokens": (one[:, ::2], one[:, 1::2]),
         "positions": (one[:-1], one[1:]),
         "positions half a context away": (one[: N // 2], one[N // 2 :]),
-        "seeds": (one, asked([8] * N, range(N))),
+        "seeds": (one, asked([8] * N)),
         "seeds and positions": (one, asked([8] * N, torch.arange(N) - 1)),
         "seeds at one position": (asked(range(N), [50] * N), asked(range(1, N + 1), [50] * N)),
-        "large seeds": (asked([2**63 - 1] * N, range(N)), asked([2**63 - 2] * N, range(N))),
-        "lanes": (one, asked([7] * N, range(N), OWN)),
-        "coins": (one, asked([7] * N, range(N), COINS)),
-        "chains": (asked([7] * N, range(N), OWN), asked([7] * N, range(N), OWN + 1)),
+        "large seeds": (asked([2**63 - 1] * N), asked([2**63 - 2] * N)),
+        "lanes": (one, asked(lane=OWN)),
+        "coins": (one, asked(lane=COINS)),
+        "chains": (asked(lane=OWN), asked(lane=OWN + 1)),
     }
 
 
