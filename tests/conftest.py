@@ -171,18 +171,6 @@ def verdicts():
     return json.loads(p.stdout.splitlines()[-1])
 
 
-def tell(checks):
-    """What such a script prints: the verdicts of checks {name: function}."""
-    verdicts = {}
-    for name, check in checks.items():
-        try:
-            check()
-            verdicts[name] = ""
-        except Exception as e:                          # one check's failure must not hide the others
-            verdicts[name] = f"{type(e).__name__}: {e}"
-    print(json.dumps(verdicts))
-
-
 def table(text):
     """Rows of a table of text: cells [str, ..] that are separated by bars."""
     return [[cell.strip() for cell in line.split("|")] for line in text.strip().splitlines()]

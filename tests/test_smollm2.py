@@ -21,10 +21,6 @@ def smollm2():
     return checkpoints.load("smollm2"), Tokenizer.load("smollm2")
 
 
-def strings(n):
-    return compare_checkpoints.strings(n, ["<|im_end|>", "3.14 and  42  ", ""])
-
-
 def test_what_the_file_says(smollm2):
     model, tokenizer = smollm2
     c = model.config
@@ -39,7 +35,7 @@ def test_ids_are_those_of_tokenizers(smollm2):
     pytest.importorskip("tokenizers")
     from compare_llamacpp import their_tokenizer
     theirs = their_tokenizer()
-    for text in strings(2000):
+    for text in compare_checkpoints.strings(2000, ["<|im_end|>", "3.14 and  42  ", ""]):
         assert smollm2[1].encode(text) == theirs.encode(text, add_special_tokens=False).ids, text
 
 
