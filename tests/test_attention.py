@@ -6,9 +6,10 @@ from conftest import attend_alone, dense_logits, only_keys, toy_model
 
 import kernels
 from minispec.core import attention, cpu
-from minispec.core.attention import FewRows, FullKeys, OneRequest, packed_attend, tree_mask
+from minispec.core.attention import FewRows, FullKeys, OneRequest, tree_mask
 from minispec.core.gpt import GPTConfig, dense_attend
 from minispec.core.kv_cache import Allocation, KVCache
+from minispec.core.requests import Segment, pack
 from minispec.specgen import pillar_scores
 
 HEADS = [(4, 4), (4, 2), (5, 1)]
@@ -21,13 +22,8 @@ def random_ids(n):
 @torch.inference_mode()
 def feed(model, parts):
     """Logits (N, V) of one forward; parts: [(ids, keys)], ids at positions keys.start.. of their requests."""
-    tokens, positions, segments = [], [], []
-    for ids, keys in parts:
-        segments.append((len(tokens), len(tokens) + keys.n, keys))
-        tokens += ids
-        positions += range(keys.start, keys.start + keys.n)
-    attend = packed_attend(segments)
-    return model.logits(model(torch.tensor(tokens), torch.tensor(positions), attend))
+    x = pack([Segment(None, ids, keys.start, keys) for ids, keys in parts], "cpu")
+    return model.logits(model(x.tokens, x.positions, x.attend))
 
 
 def cached_logits(model, cache, blocks, ids, chunks, record=None):
