@@ -101,13 +101,12 @@ def test_a_stub_has_the_signature_of_the_projects_function():
 
 
 def test_the_lesson_of_a_stub_links_it():
-    for name in exercises.NAMES:
-        with open(f"{ROOT}/exercises/{name}.py", encoding="utf-8") as f:
-            lesson, = re.findall(r"docs/[\w-]+\.md", f.read())
+    for file in exercises.FILES:
+        lesson, = re.findall(r"docs/[\w-]+\.md", file.read_text("utf-8"))
         with open(f"{ROOT}/{lesson}", encoding="utf-8") as f:
             page = f.read()
         for link in (r"\(../exercises/(\w+).py\)", r"`python -m exercises (\w+)`"):
-            assert re.findall(link, page) == [name]
+            assert re.findall(link, page) == [file.stem]
 
 
 def test_names():

@@ -6,17 +6,17 @@ and bf16 is compiled.)"""
 
 import dataclasses
 import functools
-import json
 import mmap
 from unittest import mock
 
-from conftest import ROOT, seeded  # before torch
+from conftest import seeded  # before torch
 import pytest
 import torch
 
 import kernels
 from kernels import attention as att
 from kernels import scores, triton
+from minispec.tools.files import read_json
 import compile_report
 import references
 
@@ -211,8 +211,7 @@ def test_compiles_without_spills(kernel, dtype, group, d, arch):
 
 
 def test_shipped_report_covers_every_configuration():
-    with open(f"{ROOT}/results/kernels.json", encoding="utf-8") as f:
-        report = json.load(f)
+    report = read_json(compile_report.FILE)
     assert report["faults"] == [] and not any(r["spill_bytes"] for r in report["rows"])
     made = [
         (r["kernel"], r["dtype"], r["group"], r["head_dim"], int(r["arch"][3:])) for r in report["rows"]

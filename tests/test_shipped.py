@@ -99,8 +99,7 @@ def test_transformers_agrees_on_the_shipped_folder():
 
 @pytest.mark.parametrize("page", bench.pages(), ids=lambda page: os.path.relpath(page, ROOT))
 def test_tables_are_rendered_from_results(page, tmp_path):
-    with open(page, encoding="utf-8") as f:
-        text = f.read()
+    text = page.read_text("utf-8")
     copy = tmp_path / "page.md"
     copy.write_text(text, encoding="utf-8")
     bench.report(str(copy))
