@@ -134,8 +134,7 @@ def test_the_choice_has_the_most_expected_tokens_per_second():
     chosen = set()
     for batch in [1, 3] * 40:
         draft = {name: linear(step=rng.uniform(0, 0.3)) for name in names}
-        verify = linear(base=1.0, token=rng.uniform(0, 0.1), row=0.1)
-        read = {"draft": linear(token=0.05)}
+        verify, read = linear(base=1.0, token=rng.uniform(0, 0.1)), {"draft": linear(token=0.05)}
         cost = CostTable({"verify": verify, "draft": draft, "read": read})
         chooser = Adaptive([NGram(), small(CLOSE), small(OTHER, "far")], cost, 5)
         some = [Request([1, 2, 3]) for _ in range(batch)]
@@ -197,6 +196,16 @@ def test_choices_follow_prices_and_acceptance():
     assert 0.8 < share(wrong, "target") < 1  # tried again now and then
     mean = lambda cost: statistics.mean(s.proposed for s in steps_of(one(cost, CLOSE)))
     assert mean(prices(draft=0.001, token=0.001)) > mean(prices(draft=0.1, token=0.1)) + 1
+
+
+def test_a_batch_shares_the_price_of_a_draft():
+    """A draft forward costs the same for one request and for eight, for which alone it pays."""
+    draft = {"draft": linear(step=2.0)}
+    cost = CostTable({"verify": linear(row=1.0), "draft": draft, "prefill": linear()})
+    some = [list(range(i, i + 8)) for i in range(8)]
+    got = {batch: answer(adaptive(cost, small(TARGET)), some, batch) for batch in (1, 8)}
+    assert share(got[1], "target") == 1
+    assert share(got[8], "draft") > 0.8
 
 
 def test_the_prior_is_the_measured_acceptance_up_to_a_limit():
