@@ -77,7 +77,7 @@ def dense(model, prompt, slots, mask=cdlm.block_causal, block_size=B):
 # -- masks (1, 2, 6, 8) --------------------------------------------------------------------------------------
 
 
-def test_masks_are_their_definitions():  # 1, 2, 6
+def test_masks_are_their_definitions():  # 1, 6
     width = 13
     length = 20
     positions, blocks = cdlm.layout(train_cdlm.padded([[3] * n for n in (1, 5, width)]), length, B)
@@ -93,6 +93,15 @@ def test_masks_are_their_definitions():  # 1, 2, 6
             assert torch.equal(seen[first:, first:], sees)
             assert not seen[first:, :first].any()
             assert seen.any(-1).all()
+
+
+def test_later_blocks_do_not_reach_back(model):  # 2, 6
+    slots = torch.randint(0, 60, (L,), generator=seeded()).tolist()
+    for end in range(B, L, B):
+        other = slots[:end] + [(t + 1) % 60 for t in slots[end:]]
+        changed = (dense(model, PROMPTS[0], slots) != dense(model, PROMPTS[0], other)).any(-1)
+        assert not changed[:end].any()
+        assert changed[end + 1 :].all()
 
 
 @pytest.mark.parametrize("size", [0, 4])
@@ -417,6 +426,8 @@ def test_a_trajectory_reveals_a_token_a_step_block_by_block(model, trajectories)
 @pytest.mark.parametrize(
     "rank, live, want",
     [
+        ([0, 1, 2, 3], 4, 0),
+        ([1, 0, 2, 3], 4, 0.25),
         ([1, 2, 3, 0], 4, 0.25),
         ([3, 2, 1, 0], 4, 0.75),
         ([1, 0, 3, 2], 2, 0.5),
@@ -458,7 +469,9 @@ def test_blocks_behind_the_end_of_text_are_not_decoded(model, monkeypatch):  # 1
     assert data["tokens"][0].tolist() == slots[:live] + [eos] * (WHOLE - live)
     assert torch.equal(data["hidden"][0].any(-1), torch.arange(WHOLE) < live)
     assert data["rank"][0].tolist() == list(range(WHOLE))
-
+    # No state of training has masks behind the text.
+    k = cdlm.draw_states(data["live"].repeat(200), WHOLE, B, seeded())
+    assert torch.equal((k < torch.arange(B, WHOLE + B, B)).all(0), torch.arange(0, WHOLE, B) < live)
 
 @pytest.mark.parametrize("family", tasks.FAMILIES)
 @pytest.mark.parametrize("split", ["train", "heldout"])

@@ -10,13 +10,15 @@ import random
 
 import pytest
 import torch
-from conftest import ROOT, chi_square, dense_logits, seeded, steps_of
+from conftest import ROOT, cached_kv, chi_square, dense_logits, fresh_kv, seeded, steps_of
 from test_trained import (FORMS, FULL, TARGET, features_of, fit, prompts, run, scheduler, texts, toy_specdiff,
                           trained)
 
 from minispec import prism, specdiff
 from minispec.core.drafters import MIN_CONFIDENCE as STOP_AT
+from minispec.core.engine import Engine
 from minispec.core.gpt import dense_attend
+from minispec.core.requests import Request
 from minispec.core.scheduler import SyncScheduler
 from minispec.core.verify import Sampling, draw, graft, rejection, verify_tree, warp
 from minispec.data import recorded, rollouts
@@ -78,8 +80,8 @@ def test_packed_windows_equal_one_window_at_a_time(drafter):
 @torch.no_grad()
 def test_cached_drafting_equals_a_forward_without_cache(drafter):
     """A4, A2 and A5: the q that the engine gets of a round is what an uncached forward over all committed
-    tokens gives, so the drafter's cache holds what a new prefill would; whatever noise drew the chain, it is
-    a distribution, and chains have none of the tokens that top-k cut off."""
+    tokens gives, whatever noise drew the chain, a distribution, and chains have none of the tokens that
+    top-k cut off."""
     seen = []
 
     def plan(engine):
@@ -101,6 +103,26 @@ def test_cached_drafting_equals_a_forward_without_cache(drafter):
         assert (q() - want).abs().max() < 1e-4
         assert (q().sum(-1) - 1).abs().max() < 1e-5
         assert all(row[t] > 0 for row, t in zip(q(), tokens))
+
+
+@torch.no_grad()
+def test_the_drafters_cache_holds_what_a_new_prefill_gives(drafter):
+    rounds = 0
+    engine = Engine(TARGET, scheduler(drafter, k_drafts=3), 4, prefill_chunk=16)
+    requests = [Request(p, 30, Sampling(1.0, seed=i)) for i, p in enumerate(prompts(4))]
+    for r, _ in engine.stream(requests):
+        note = engine.scheduler.drafter.draft_states.get(r)
+        if r.finished or note is None or not note.cached:
+            continue
+        text = r.tokens[: note.cached]
+        features = None
+        if drafter.config.reads:
+            features = features_of(text, drafter.config.feature_layers)[0].roll(1, 0)
+            features[0] = 0
+        kept = cached_kv(note.cache, note.blocks, note.cached)
+        assert (kept - fresh_kv(drafter, text, features)).abs().max() < 1e-4
+        rounds += 1
+    assert rounds > 15
 
 
 def test_one_forward_of_drafter_and_target_a_round(monkeypatch):
@@ -377,7 +399,10 @@ def test_streak_losses_are_the_expected_accepted_lengths():
 
 
 def test_numerics_of_the_streak():
-    """C4: nothing overflows or vanishes into nan. (Log space equals products: C1.)"""
+    """C4: log space equals products; nothing overflows or vanishes into nan."""
+    q = torch.rand(5, 6, generator=seeded(0), dtype=torch.double)
+    streak = specdiff.log_streak(q.log(), torch.ones(5, 6).bool()).exp().sum(-1)
+    assert torch.allclose(streak, q.cumprod(-1).sum(-1), atol=1e-12)
     labels = torch.tensor([[0, 1, 0, 1]])
     valid = torch.tensor([[True, True, True, False]])
     # Logits of two tokens: q of 1e-12 and less.

@@ -27,8 +27,6 @@ from minispec.tools.training import Optimizer
 
 STARTS = torch.arange(0, L, B)  # of the blocks of L slots
 EOS = 45
-TEXTS = (17, 3, 27, 8)  # tokens of answers; a text that fills its block ends in the next one
-OPENED = [3, 1, 4, 2]  # blocks
 
 
 # -- losses (13, 14, 15) -------------------------------------------------------------------------------------
@@ -121,12 +119,17 @@ def test_a_model_has_nothing_to_learn_from_its_own_last_step(model, reverse):  #
     assert first > middle > 10 * abs(last)
 
 
+def dlm_loss(model, batch, rate, counted, g, block_causal):
+    masked = cdlm.turns(rate.shape, B, g) < rate
+    batch = {**batch, "masked": masked, "rate": rate, "counted": counted}
+    return cdlm.dlm_loss(model, batch, MASK, block_causal).item()
+
+
 @pytest.mark.parametrize("block_causal", [False, True])
 def test_dlm_loss_by_hand(model, trajectories, block_causal):  # 15
     answer = trajectories["answer"]
     rate = torch.tensor([0.25, 0.5, 0.75, 1.0])[:, None].expand(-1, L)
     masked = torch.rand(answer.shape, generator=seeded(3)) < rate
-    counted = torch.arange(L) // B < torch.tensor(OPENED)[:, None]
     mask = cdlm.block_causal if block_causal else cdlm.bidirectional
     want = 0.0
     for row, prompt in enumerate(PROMPTS):
@@ -136,14 +139,29 @@ def test_dlm_loss_by_hand(model, trajectories, block_causal):  # 15
                 noisy &= torch.arange(L) // B == block // B
             logits = dense(model, prompt, answer[row].masked_fill(noisy, MASK).tolist(), mask)
             loss = torch.nn.functional.cross_entropy(logits, answer[row], reduction="none")
-            of_slots = (loss / rate[row])[noisy & counted[row]]
-            want += of_slots.sum().item() / counted[row].sum().item() / 4
-    batch = {**trajectories, "masked": masked, "rate": rate, "counted": counted}
-    got = cdlm.dlm_loss(model, batch, MASK, block_causal).item()
+            want += (loss / rate[row])[noisy].sum().item() / L / 4
+    counted = torch.ones(4, L, dtype=torch.bool)
+    got = dlm_loss(model, trajectories, rate, counted, seeded(3), block_causal)
     assert got == pytest.approx(want, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    "rates, block_causal", [(cdlm.student_rates, True), (cdlm.teacher_rates, False)]
+)
+def test_dlm_loss_of_a_uniform_model_is_log_v(trajectories, rates, block_causal):  # 15
+    flat = toy_model(gain=0.0, n_layer=1)
+    g = seeded()
+    big = {name: x.repeat(16, *[1] * (x.ndim - 1)) for name, x in trajectories.items()}
+    losses = [
+        dlm_loss(flat, big, *rates(big["answer"], EOS, B, g), g, block_causal) for _ in range(30)
+    ]
+    assert sum(losses) / 30 == pytest.approx(math.log(63), rel=0.04)  # the mask is never predicted
+
+
 # -- states --------------------------------------------------------------------------------------------------
+
+TEXTS = (17, 3, 27, 8)  # tokens of answers; a text that fills its block ends in the next one
+OPENED = [3, 1, 4, 2]  # blocks
 
 
 @pytest.fixture
