@@ -88,7 +88,7 @@ def parse_args(argv=None):
     add("--compare", action="store_true",
         help="plain decoding of the same problems afterwards: speed-up, and whether the output is identical")
     add("--explain", type=positive, metavar="N",
-        help="first N rounds that have drafts: p, the target's choice, verdicts, the cache")
+        help="first N rounds that have drafts: p, q, the target's choice or the coins, verdicts, the cache")
     add("--html", metavar="PATH", help="page that shows the run round by round in a browser")
     add("--json", metavar="PATH", help="file for the result")
 

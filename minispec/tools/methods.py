@@ -65,7 +65,7 @@ def prism_chain_or_tree(model, settings, name="prism"):
 
 
 def eagle(model, settings):
-    """the same with one module (EAGLE-2 trees)"""
+    """one module for all draft steps; EAGLE-2 trees with --tree"""
     return prism_chain_or_tree(model, settings, "eagle")
 
 
