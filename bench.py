@@ -23,6 +23,7 @@ minispec.need_torch()
 import torch
 
 from minispec import ROOT
+from minispec.costs import read_costs
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies import results
 from minispec.studies.cdlm import cdlm_ablations, cdlm_accuracy, cdlm_curves, cdlm_speed
@@ -66,6 +67,10 @@ def parse_args():
         raise ValueError(f"unknown study {', '.join(unknown)}; choose from {', '.join(known)}")
     if args.method != "ar":
         raise ValueError("--method is for decode.py; the studies take every method in turn")
+    if args.pages and (args.studies or args.quick):
+        raise ValueError("--pages measures nothing; it goes without studies and --quick")
+    if args.cost:
+        read_costs(args.cost)                            # ValueError if it is missing or damaged
     return args
 
 

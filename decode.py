@@ -42,7 +42,7 @@ from minispec.tools.script import Parser, check_device, check_writable, positive
 from minispec.tools.terminal import Lines, Printer, chat, stream
 
 # Built-in problems: a question, and for SpecGen, which is made for batches of long requests, eight questions
-# about one text, sampled as in its paper.
+# about one text, at its paper's temperature.
 ANSWER, STORY_ANSWER = 256, 48   # new tokens per answer
 TEMPERATURE = 0.65
 LONG = 10_000                    # characters; a longer prompt is shown by its ends
@@ -119,6 +119,9 @@ def default_model(args):
 
 def check(args):
     """ValueError for mistakes that can be seen before anything is loaded."""
+    for name in ("model", "drafter", "cost", "prompts", "json", "html"):
+        if getattr(args, name) == "":                    # as from a shell variable that is not set
+            raise ValueError(f"--{name} must be a file or a folder, got nothing")
     diffusion = args.method in methods.DIFFUSION
     several = (args.batch or 1) > 1
     if args.chat and (args.json or args.html or args.compare or several or diffusion):

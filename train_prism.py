@@ -7,7 +7,7 @@
     # the same data, one module
     python train_prism.py --out /tmp/one --arm ttt1 --responses mine/prism/responses
     # the paper's recipe: modules start as copies of a trained one; and its control: the same training, with
-    # one module. With --init the learning rate is a third.
+    # one module. --lr is 2e-3 by default, with --init a third of it.
     python train_prism.py --out /tmp/two --arm prism2 --init /tmp/one --responses mine/prism/responses
     python train_prism.py --out /tmp/more --arm ttt1 --init /tmp/one --responses mine/prism/responses
 
@@ -35,20 +35,19 @@ ARMS = {
     # The paper's: step 1 reads module 0, all later ones module 1.
     "prism2": ((0, 1), 1),
     "prism3": ((0, 1, 2), 1),
-    # The same number of parameters as prism2, all of them read at every step.
+    # Nearly the parameters of prism2, all of them read at every step.
     "stack2": ((0,), 2),
 }
 
 
 def parse_args():
     p = Parser(__doc__)
-    add_arguments(p)
+    add_arguments(p, lr=None)
     p.add_argument("--arm", default="prism2", choices=ARMS,
                    help="member of the family (default %(default)s)")
     p.add_argument("--init", metavar="DIR",
                    help="drafter to start from; further modules begin as copies of its last one")
     p.add_argument("--unroll", type=int, default=5, help="draft steps in the loss (default %(default)s)")
-    p.set_defaults(lr=None)
     args = parsed(p)
     if args.unroll > MAX_K:
         raise ValueError(f"unroll {args.unroll} is out of range; allowed is 1 to {MAX_K} draft steps")

@@ -12,7 +12,11 @@ from collections import defaultdict
 DOCS = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(DOCS))
 
-import matplotlib  # noqa: E402
+try:
+    import matplotlib  # noqa: E402
+except ImportError:
+    print("plots.py needs matplotlib: pip install matplotlib", file=sys.stderr)
+    sys.exit(2)
 import numpy as np  # noqa: E402
 matplotlib.use("svg")
 from matplotlib import pyplot  # noqa: E402

@@ -6,6 +6,7 @@
 Times on the page are of this machine; everything else is the same each time. The pictures of the page need
 Chromium, the one of SpecGen's pillars needs matplotlib."""
 import bisect
+import importlib.util
 import itertools
 import json
 import os
@@ -135,7 +136,9 @@ def main():
     runs = runs_of(PAGE) if sys.argv[1:] else record()
     write_page(PAGE, runs)
     run = runs[PILLARS[0]]
-    draw_pillars(run, run["requests"][PILLARS[1]], f"{DOCS}/figures/pillars.png")
+    # The pictures need matplotlib and Chromium.
+    if importlib.util.find_spec("matplotlib"):
+        draw_pillars(run, run["requests"][PILLARS[1]], f"{DOCS}/figures/pillars.png")
     if chromium := shutil.which("chromium"):
         draw_page(chromium)
 

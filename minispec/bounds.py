@@ -36,8 +36,8 @@ What differs from the paper, and why:
 - Its simulator reads accept[i - 1] at position i, charges a drafter that proposes nothing, and prices the
   winner of several drafters as an n-gram lookup (test_bounds.py follows these rules). The greedy rung here
   keeps only the second of them.
-- Its batch is B copies of one request, and so is `batch` here. With linear costs, 1/B of that time, summed
-  over requests, also bounds from below the time of a batch of at most B different requests. Observed batches
+- Its batch is B copies of one request, and so is `batch` here. With linear costs (without `kv_step`), 1/B of
+  that time, summed over requests, also bounds from below the time of a batch of at most B different requests. Observed batches
   hold different requests: their recorded rounds are priced as they were, their bounds are 1/B of the bounds
   of a batch of copies.
 
@@ -107,7 +107,7 @@ def rung_seconds(trace, cost, names, batch, k_max):
     out = {"plain": plain[1:].sum()}
     for (i, m), k in product(enumerate(names), range(1, k_max + 1)):
         proposed = np.minimum(np.minimum(k, room), trace.offered.get(m, k))
-        paid = np.where(room > 0, price[i, position, proposed], plain)
+        paid = np.where(proposed > 0, price[i, position, proposed], plain)
         out["fixed", m, k] = follow(paid, gain[i, position, proposed])
 
     # 3. The greedy oracle proposes the drafts that will be accepted, by the drafter with most of them (of
@@ -211,8 +211,11 @@ def by_key(value, best):
 
 
 def compared(traces, cost):
-    """The drafters that both the traces and the cost table have; ValueError if there is none."""
+    """The drafters that both the traces and the cost table have; ValueError if there is none, or one is
+    named all."""
     names = [m for m in traces[0].accept if m in cost.drafters]
+    if "all" in names:
+        raise ValueError("a drafter may not be named all, which stands for all drafters together")
     if not names:
         raise ValueError(f"the traces' drafters {', '.join(traces[0].accept)} are not in the cost table: "
                          f"{', '.join(cost.drafters) or 'it has none'}")

@@ -3,7 +3,7 @@
 A cost table is one JSON object: seconds as a function of the batch (requests in the forward), tokens per
 request and cached tokens.
 
-    {"about": anything, "verify": TIME, "draft": {name: TIME}, "read": {name: TIME}, "prefill": TIME,
+    {"about": {anything}, "verify": TIME, "draft": {name: TIME}, "read": {name: TIME}, "prefill": TIME,
      "overhead": TIME, "accept": {name: chance}}
 
 Only verify is required. tokens are 1 + drafts for verify, the drafts for draft, and the tokens that are read

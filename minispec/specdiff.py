@@ -282,7 +282,7 @@ def objective(name, logits, labels, valid, log_p=None, weight=1):
         started = valid[..., 0]                          # elsewhere J is 0 whatever the drafter does
         return -log_streak(log_q, valid)[started].logsumexp(-1).sum() / started.sum().clamp(min=1)
     # Masked slots count 1 / rate each, so all slots of a window count 1 on average.
-    return -(log_q * valid * weight).sum() / valid.sum()
+    return -(log_q * valid * weight).sum() / valid.sum().clamp(min=1)
 
 
 def _mask_at_random(tokens, generator):
@@ -334,8 +334,9 @@ def distillation(drafter, batch, starts, windows, text, valid):
 
 def estimate(drafter, batch, n_windows):
     """The mean number of drafts that windows of a data.recorded.Batch would have accepted: {"greedy"}, the
-    argmax at temperature 0, and {"point_mass", "rejection"}, a chain drawn from q. It is the sum of the
-    probabilities that the first 1, 2, .. drafts are accepted."""
+    argmax at temperature 0, and {"point_mass", "rejection"}, a chain drawn from q at temperature 1. It is the
+    sum of the probabilities that the first 1, 2, .. drafts are accepted. With a Markov head q is over all
+    tokens here, and in drafting over CANDIDATES of them."""
     starts = draw_windows(batch.learn, n_windows, torch.Generator().manual_seed(0))
     tokens, labels, log_p, valid = _answers(drafter, batch, starts)
     windows, _ = window_states(drafter, batch.ids, starts, batch.features(drafter.config))
@@ -386,8 +387,9 @@ class SpecDiffDrafter(CachedDrafter):
             gamma = drafter.config.gamma
         if not 1 <= gamma <= MAX_K:
             raise ValueError(f"drafts of a window must be 1 to {MAX_K}, got {gamma}")
-        if not 1 <= k_drafts <= MAX_NODES // gamma:
-            raise ValueError(f"k-drafts {k_drafts} is out of range; allowed is 1 to {MAX_NODES // gamma}")
+        most = min(MAX_NODES // gamma, CANDIDATES)
+        if not 1 <= k_drafts <= most:
+            raise ValueError(f"k-drafts {k_drafts} is out of range; allowed is 1 to {most}")
         if temperature and not LEAST_TEMPERATURE <= temperature <= 100:
             raise ValueError(f"draft-temperature {temperature} is out of range; "
                              f"allowed is 0 (the argmax), or {LEAST_TEMPERATURE} to 100")
@@ -454,7 +456,7 @@ class SpecDiffDrafter(CachedDrafter):
             sampling = replace(sampling, temperature=temperature)
         # Draw k chains. Near the end of an answer, fewer fit into its cache.
         n = len(states)
-        k = min(self.width, limit // n, CANDIDATES, self.draft_head.size)
+        k = min(self.width, limit // n, self.draft_head.size)
         drawn, q = self._draw(request, states, k, sampling)                               # (n, k), (n, k, N)
         qs = [partial(self.draft_head.whole, own) for own in q.unbind(1)]                 # k of (n, V)
         if k == 1:

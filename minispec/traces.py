@@ -60,7 +60,8 @@ class Trace:
 
 def _column(values, n, kind, where):
     """A list of n values of a kind as an array (n,); entry 0 may be anything and becomes 0."""
-    array = np.array([kind(), *values[1:]])
+    with naming(where):
+        array = np.array([kind(), *values[1:]])
     if array.shape != (n,) or array.dtype != kind:
         raise ValueError(f"{where} must be a list of n_out = {n} values of type {kind.__name__}, got "
                          f"{short(values)}")

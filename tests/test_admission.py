@@ -70,7 +70,7 @@ def test_half_of_the_demand_is_enough(policy, name):
     assert got == reference(10) and engine.cache.used == engine.cache.charged == 0
     whole = sum(map(len, some))
     assert (engine.cache.offloaded > 0) == (policy == "offload")
-    assert (engine.admission.recomputed > 0) == (policy == "preempt") == (fed > whole)
+    assert (engine.admission.dropped > 0) == (policy == "preempt") == (fed > whole)
 
 
 def test_aggressive_admission_decodes_more_at_once():
@@ -254,14 +254,14 @@ def test_a_request_leaves_the_cache_after_its_verdict():
     rng = random.Random(5)
     some = [[rng.randrange(16)] for _ in range(5)]
     want = plain(some, 100, model)
-    recomputed = 0
+    dropped = 0
     for slots in (160, 170, 180):
         engine = Engine(
             model, lambda e: SpecGen(e, 1, 0.02, 1, delayed=True), 5, slots, admission="preempt"
         )
         assert answer(engine, some, 100)[0] == want, slots
-        recomputed += engine.admission.recomputed
-    assert recomputed > 0
+        dropped += engine.admission.dropped
+    assert dropped > 0
     large = Request([1] * 999, 9)
     large.blocks = Allocation()
     engine.active, engine.pending = [large], [SimpleNamespace(request=large)]
@@ -286,3 +286,25 @@ def test_an_interrupt_while_a_request_enters_loses_no_blocks(monkeypatch):
             engine.generate(requests)
         assert engine.cache.used == engine.cache.charged == 0
         assert ids_of(engine.generate(requests)) == plain(some)
+
+
+@pytest.mark.parametrize("policy, name", [
+    ("preempt", "remember"), ("preempt", "close"), ("offload", "offload"), ("offload", "restore"),
+])
+def test_an_interrupt_while_a_request_leaves_loses_no_blocks(policy, name, monkeypatch):
+    some = prompts(10)
+    engine = Engine(MODEL, SyncScheduler, 6, 300, 16, policy)
+    requests = [Request(p, 40) for p in some]
+    dropped = engine.admission
+
+    def stopped(self, blocks, *args, real=getattr(PrefixCache, name)):
+        if dropped.dropped or policy == "offload":       # not while a request ends
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        return real(self, blocks, *args)
+
+    monkeypatch.setattr(PrefixCache, name, stopped)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(requests)
+    assert engine.cache.used == engine.cache.charged == 0
+    assert ids_of(engine.generate(requests)) == reference(10)

@@ -98,6 +98,7 @@ t.jsonl | None | cannot read .*t.jsonl
 c.json | None | cannot read .*c.json
 c.json | {"verify": {"kind": "linear", "base": "fast"}} | c.json: verify.base must be numbers
 t.jsonl | | no trace in this file
+t.jsonl | {"id": "a", "prompt_len": 4, "n_out": 3, "accept": {"ngram": [0, [1], 1]}} | t.jsonl:1: accept.ngram
 t.jsonl | {"id": "a", "prompt_len": 4, "n_out": 2, "accept": {"ngram": [0, 9]}} | t.jsonl:1: accept.ngram.1. m
 c.json | {"verify": {"kind": "linear", "base": 1}} | are not in the cost table
 """
@@ -464,7 +465,7 @@ def test_a_real_model_gets_real_prompts(tmp_path):
     | | {methods.SHIPPED} | results
     yes | run | {methods.SHIPPED} | results
     yes | | smollm2 | results/smollm2
-    yes | --cost c.json | smollm2 | results/smollm2
+    yes | --cost results/costs.json | smollm2 | results/smollm2
     yes | run --model models/mine.gguf | models/mine.gguf | results/mine.gguf
     yes | run --model models/Llama-3.2-1B/ | models/Llama-3.2-1B/ | results/Llama-3.2-1B
     yes | run --model . | . | results/{os.path.basename(os.getcwd())}
@@ -476,7 +477,7 @@ def test_results_of_another_target_have_their_own_folder(packaged, line, model, 
     monkeypatch.setattr(bench.gguf_file, "packaged", lambda: packaged)
     args = bench.parse_args()
     bench.choose_target(args)
-    cost = "c.json" if "--cost" in line else f"{folder}/costs.json"
+    cost = "results/costs.json" if "--cost" in line else f"{folder}/costs.json"
     assert (args.model, results.FOLDER, args.cost) == (model, folder, cost)
 
 

@@ -69,7 +69,8 @@ def autoregressive(trace):
 def fixed(trace, name, k):
     def choose(i, room):
         offered = trace.offered[name][i] if name in trace.offered else k
-        return (name, int(min(k, room, offered))) if room else (None, 0)
+        drafts = int(min(k, room, offered))
+        return (name, drafts) if drafts else (None, 0)
 
     return plan_of(trace, choose)
 

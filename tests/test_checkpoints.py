@@ -102,6 +102,7 @@ WEIGHTS = [     # name, change, part of the line
     ("1.mlp.down_proj.weight", lambda x: x * float("nan"), "down_proj.weight must hold finite"),
     ("1.mlp.down_proj.weight", lambda x: x * float("-inf"), "must hold finite"),
     ("1.mlp.down_proj.weight", lambda x: x.to(torch.int8), "must hold finite floating-point numbers"),
+    ("1.mlp.down_proj.weight", lambda x: x.to(torch.float8_e4m3fn), "must hold finite floating-point numbers"),
     ("0.self_attn.k_proj.weight", lambda x: x[:, :3], "must be (16, 32) as in the config, got (16, 3)"),
     ("0.mlp.up_proj.bias", lambda _: torch.ones(64), "0.mlp.up_proj.bias, which this model does not use"),
     ("1.mlp.up_proj.weight", lambda _: None, "lacks model.layers.1.mlp.up_proj.weight"),
@@ -123,6 +124,7 @@ CONFIGS = """
 {"model_type": "gpt2"} | architecture must be one of llama, qwen2, qwen3, got 'gpt2'
 {"hidden_act": "gelu"} | hidden_act must be silu, got 'gelu'
 {"attention_bias": true} | attention_bias must be absent, got True
+{"use_mrope": true} | use_mrope must be absent, got True
 {"quantization_config": {"bits": 4}} | quantization_config must be absent, got {'bits': 4}
 {"tie_word_embeddings": "false"} | tied must be true or false, got 'false'
 {"rope_ratio": 2} | rope_ratio must be absent, got 2
@@ -145,6 +147,7 @@ FILES = [       # file, its new text in Latin-1, part of the line
         {INDEX} | [] | {INDEX} is damaged
         {INDEX} | {{"weight_map": {{"a": 1}}}} | {INDEX} is damaged
         tokenizer.json | {{}} | tokenizer.json is damaged
+        tokenizer.json | {{"added_tokens": [], "model": {{"type": "Unigram", "vocab": []}}}} | must be BPE
     """),
     ("model.safetensors", pickle.dumps({}).decode("latin-1"), "model.safetensors is damaged"),
     ("model-1.safetensors", "ÿ" * 2000, "model-1.safetensors is damaged"),

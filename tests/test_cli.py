@@ -65,6 +65,7 @@ BAD = f"""
 --prompt x --size 9 | --size is for --task
 --prompt x --n 5 | --n is for --task and --prompts
 --speed fast | unrecognized arguments: --speed fast
+--prompt x --html '' | --html must be a file or a folder, got nothing
 --max-new 5 | unrecognized arguments: --max-new 5
 --seed {1 << 70} | is out of range; allowed is 0 to
 --method adaptive | this measures one: python bench.py profile --model

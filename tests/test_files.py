@@ -72,7 +72,13 @@ def test_outputs_that_are_inputs_are_refused(tmp_path):
     for name in ("questions.jsonl", "link"):
         with refused("cannot write ", f"{name}: it is an input"):
             script.check_writable(tmp_path / name, inputs=[None, questions])
-    script.check_writable(tmp_path / "out.json", inputs=[None, questions])
+    os.symlink("loop", tmp_path / "loop")
+    script.check_writable(tmp_path / "out.json", inputs=[None, questions, tmp_path / "loop"])
+
+
+def test_a_name_that_is_too_long_is_refused_before_the_work(tmp_path):
+    with refused("cannot write ", "File name too long"):
+        script.check_writable(tmp_path / ("x" * 300))
 
 
 def test_a_byte_order_mark_is_read(tmp_path):

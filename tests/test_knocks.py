@@ -68,6 +68,9 @@ def test_devices_pipes_and_links_are_not_replaced(tmp_path):
     os.symlink("real", tmp_path / "link")
     files.write_json(tmp_path / "link", 1)
     assert (tmp_path / "link").is_symlink() and files.read_json(tmp_path / "real") == 1
+    # Standard output may be a file that others write, too.
+    with open(tmp_path / "log", "w") as log, refused("it is not a regular file"):
+        files.write_json(f"/dev/fd/{log.fileno()}", 1)
 
 
 def test_interrupted_writing_keeps_the_old_file(tmp_path):

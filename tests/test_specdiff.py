@@ -436,6 +436,7 @@ def test_objectives_by_hand():
         assert abs(loss(name, True, True, False, **more).item() - want) < 1e-6, name
     # A token that cannot be drafted ends a streak; a window that begins with one teaches nothing.
     assert abs(loss("streak", True, False, True).item() + 0.5) < 1e-6
+    assert loss("ce", False, False, False) == 0
     assert not loss("streak", False, True, True)
     nothing = loss("log-streak", False, True, True)
     nothing.backward()

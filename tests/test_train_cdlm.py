@@ -15,7 +15,7 @@ from conftest import (TARGET, dies_after, log_of, refusal, refused, run_script, 
                       seeded, table, toy_model, weights)
 from safetensors.torch import load_file, save_file
 from test_cdlm import MASK, PROMPTS, WHOLE as L, B, at, collected, decoded, dense, requests
-from test_cdlm import model, small_blocks, trajectories  # noqa: F401  fixtures
+from test_cdlm import model, small_diffusion_blocks, trajectories  # noqa: F401  fixtures
 
 import decode
 import train_cdlm

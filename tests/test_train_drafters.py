@@ -502,12 +502,12 @@ def test_bad_input_of_training_is_named_before_anything_is_written(kind, args, m
 
 
 BAD_DECODING = f"""
-prism | --tree 1000 | k 1000 is out of range; allowed is 1 to 256 draft tokens a round
-prism | --tree -1 | tree must be 0 or more drafts, got -1
+prism | --tree 1000 | tree must be 0 to 256 drafts, got 1000
+prism | --tree -1 | tree must be 0 to 256 drafts, got -1
 prism | --prompt-lookup 513 | prompt-lookup tokens must be 0 to 512, got 513
 prism | --k 33 | draft steps must be 1 to 32 a round, got 33
 specdiff | --k 33 | drafts of a window must be 1 to 32, got 33
-specdiff | --k-drafts 0 | k-drafts 0 is out of range; allowed is 1 to 64
+specdiff | --k-drafts 0 | k-drafts 0 is out of range; allowed is 1 to 16
 specdiff | --k 16 --k-drafts 17 | k-drafts 17 is out of range; allowed is 1 to 16
 specdiff | --draft-temperature -1 | draft-temperature -1.0 is out of range
 specdiff | --drafter {SHIPPED} | this is not a drafter made by train_specdiff.py

@@ -26,7 +26,7 @@ RUNS = dict(table("""
     prism | --temperature 1 --tree 8
     specdiff | --temperature 1 --k-drafts 3 --rule rejection
     specgen | --batch 3 --n 3 --delayed --min-budget 20
-    specgen, copies | --min-budget 20
+    specgen, alone | --min-budget 20
     specgen, all recent | --min-budget 8
     adaptive |
     cdlm |
@@ -111,7 +111,7 @@ def test_verdicts_follow_from_what_is_recorded(name, recorded):
     "prism" | 0.05
     "specdiff" | 0.2
     "specgen" | 1.0
-    "specgen, copies" | 1.0
+    "specgen, alone" | 1.0
     "ngram" | 0.0
 """))
 def test_q_is_what_the_draft_was_drawn_from(name, known, recorded):

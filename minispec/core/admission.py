@@ -29,8 +29,8 @@ class Admission:
         self.engine = engine
         self.policy = policy
         self.paused = []
-        self.recomputed = 0                                # tokens that `preempt` threw away
-        self.shared = 0                                    # prompt tokens found in blocks of other requests
+        self.dropped = 0                                   # tokens that `preempt` threw away
+        self.shared = 0                                    # tokens found in blocks when a request enters
 
     def admit(self):
         """Before an iteration: make room for the rows of the active requests, then admit others. Returns the
@@ -48,12 +48,15 @@ class Admission:
             i += 1
         # There is room again: the last one to leave comes back first.
         while self.paused and len(active) < engine.batch_size and self._resume(self.paused[-1]):
-            active.append(self.paused.pop())
+            # A request is added to its new list before it leaves the old one: an interrupt between these lines
+            # loses nothing.
+            active.append(self.paused[-1])
+            del self.paused[-1]
         # Waiting requests enter in order: small ones that overtake could keep a large one out for ever.
         while engine.waiting and not self.paused and len(active) < engine.batch_size:
             if not self._enter(engine.waiting[0]):
                 break
-            active.append(engine.waiting[0])             # an interrupt between these lines loses nothing
+            active.append(engine.waiting[0])
             del engine.waiting[0]
         return verified
 
@@ -82,19 +85,21 @@ class Admission:
         # Requests leave, from the youngest on. If r is the youngest, it leaves itself.
         while not cache.resize(r.blocks, need):
             half_out = self.paused and self.paused[-1].blocks.table
-            victim = self.paused[-1] if half_out else engine.active.pop()
+            victim = self.paused[-1] if half_out else engine.active[-1]
             assert victim not in [s.request for s in engine.pending], "a request leaves before its verdict"
             if self.policy == "offload":
                 if not half_out:
                     self.paused.append(victim)
+                    del engine.active[-1]
                     cache.charged -= engine.scheduler.extra_slots(victim)      # its buffers count as moved
                 cache.offload(victim.blocks, CHUNK)
             else:
-                # Its tokens stay; its keys are computed again when it enters again.
-                self.recomputed += victim.n_cached
+                # Its tokens stay; its keys are shared or computed again when it enters again.
+                engine.waiting.insert(0, victim)
+                self.dropped += victim.n_cached
                 self.leave(victim)
                 victim.n_cached = 0
-                engine.waiting.insert(0, victim)
+                del engine.active[-1]
             if victim is r:
                 return False
         return True

@@ -293,7 +293,8 @@ class Engine:
     def retire(self, everything=False):
         """Release the requests that are finished, or all of them."""
         for r in [*self.active, *self.admission.paused]:
-            if everything or r.finished:
+            # After an interrupt a request may be in two lists.
+            if r.blocks and (everything or r.finished):
                 self.admission.leave(r)
                 r.n_cached = 0
         # An interrupt may have come while a request entered.

@@ -1,4 +1,4 @@
-"""Verification: acceptance rules as pure functions, and the only place where logits become probabilities.
+"""Verification: acceptance rules as pure functions, and the place where logits become probabilities.
 
 Notation of the whole repository: p is the target's distribution, q the drafter's. A round proposes n drafts:
 a chain, or a tree with `parents`. Draft i is row i of the verification (row 0 is the last committed token),

@@ -56,9 +56,9 @@ def add_answers(parser):
     add("--max-new-tokens", type=int, default=1024, help="tokens of an answer at most (default %(default)s)")
 
 
-def add_arguments(parser):
+def add_arguments(parser, lr=2e-3):
     """The settings of a drafter's training."""
-    training.add_arguments(parser, lr=2e-3, save_every=200)
+    training.add_arguments(parser, lr, save_every=200)
     add_answers(parser)
     add = parser.add_argument
     add("--minutes", type=float, help="minutes in all: half for the answers, half for the training")
@@ -89,8 +89,8 @@ def parsed(parser):
 # -- choices from the target and its answers -----------------------------------------------------------------
 
 def feature_layers_of(config):
-    """The numbers of a low and a middle layer. With the final states they are the input of EAGLE-3
-    (2503.01840)."""
+    """The numbers of a low and a middle layer. With the final states in place of a high layer's, they are
+    the input of EAGLE-3 (2503.01840)."""
     return tuple(sorted({config.n_layer // 10, config.n_layer // 2}))
 
 
@@ -258,7 +258,8 @@ class DrafterRun(training.Run):
         # The batches of all steps.
         lengths = [len(text["ids"]) for text in self.texts]
         self.plan = schedule(args.seed, lengths, args.batch_tokens, args.tokens)
-        print(f"{len(lengths)} texts, {sum(lengths):,} tokens, {len(self.plan)} steps")
+        args.recorded = sum(lengths)                     # other trainings may add answers to the folder
+        print(f"{len(lengths)} texts, {args.recorded:,} tokens, {len(self.plan)} steps")
         super().__init__(args, args.out, model, len(self.plan), args.lr,
                          muon=training.fast_dtype(args.device) == torch.bfloat16,
                          minutes=args.minutes and args.minutes / 2)

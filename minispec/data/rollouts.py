@@ -13,7 +13,7 @@ goes on where it was:
     heldout-0-40.safetensors   the same of held-out prompts, which no training reads
     given-0-128.safetensors    the same of answers that others wrote (--given)
 
-Nothing is decoded to text and read back, and the end of text stays where it was chosen. A greedy answer ends
+No answer is decoded to text and read back, and the end of text stays where it was chosen. A greedy answer ends
 where it starts to loop. The trainings of drafters run this command first; data/recorded.py reads the shards.
 """
 import itertools
@@ -146,10 +146,10 @@ def answers(args, engine, tokenizer, asked, first):
         yield read(target, g.prompt_ids, g.token_ids, request.sampling.temperature)
 
 
-def given(args, target, tokenizer):
-    """Yields the files of --given: prompts with answers that somebody else wrote. The target's distributions
-    at every token are as good to learn from, though it would seldom come there by itself. ValueError where an
-    answer is missing."""
+def given(args, tokenizer):
+    """The texts of --given as (prompt ids, answer ids): prompts with answers that somebody else wrote. The
+    target's distributions at every token are as good to learn from, though it would seldom come there by
+    itself. ValueError where an answer is missing."""
     rows = []
     for i, p in enumerate(prompts.load_prompts(args.given), 1):
         said = p.think + p.answer                        # of GSM8K, the steps and the result
@@ -157,12 +157,17 @@ def given(args, target, tokenizer):
             raise ValueError(f"{args.given}: prompt {i} has no answer")
         if not tasks.is_heldout(p.prompt):
             ids = tokenizer.encode(said) + tokenizer.ends[:1]
-            rows.append((tokenizer.prompt_ids(p.prompt), ids[:args.max_new_tokens], 1))
+            rows.append((tokenizer.prompt_ids(p.prompt), ids[:args.max_new_tokens]))
+    return rows
+
+
+def read_given(args, target, rows):
+    """Yields the files of such texts, read at temperature 1."""
     part, parts = args.part
     for start in tqdm(range(part * SHARD, len(rows), parts * SHARD), desc="given answers", unit="shard"):
         some = rows[start:start + SHARD]
         file = f"{args.out}/given-{start}-{start + len(some)}.safetensors"
-        yield shard(file, [prompt + ids for prompt, ids, _ in some], (read(target, *row) for row in some))
+        yield shard(file, [prompt + ids for prompt, ids in some], (read(target, *row, 1) for row in some))
 
 
 def shard(file, begin, made):
@@ -191,10 +196,9 @@ def main():
                            max_new_tokens=args.max_new_tokens)
     args.over = time.time() + 60 * args.minutes if args.minutes is not None else float("inf")
     engine = Engine(target, SyncScheduler, TOGETHER if args.device == "cpu" else 2 * TOGETHER)
+    rows = given(args, tokenizer) if args.given else []
     files = [*answer(args, engine, tokenizer, "heldout", args.heldout),
-             *answer(args, engine, tokenizer, "train", args.prompts)]
-    if args.given:
-        files += given(args, target, tokenizer)
+             *answer(args, engine, tokenizer, "train", args.prompts), *read_given(args, target, rows)]
     print(*files, sep="\n")
 
 

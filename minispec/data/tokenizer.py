@@ -97,8 +97,8 @@ class Tokenizer:
     @classmethod
     def load(cls, path):
         """From a model folder, its tokenizer.json or a GGUF file. ValueError names the file and the error."""
-        file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
         gguf = gguf_file.is_gguf(path)
+        file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) and not gguf else path
         source, *chat = [file] if gguf else _chat_of(Path(file).parent)
         with naming(file):
             read = _from_gguf if gguf else _from_json
@@ -120,8 +120,8 @@ class Tokenizer:
         return self.special_ids(self._spell(text))
 
     def _plain_ids(self, text):
-        """Ids of plain tokens. Lone surrogates (undecodable bytes of a command line) become "?"."""
-        text = text.translate(self.shown).encode("utf-8", "replace").decode("utf-8")
+        """Ids of plain tokens."""
+        text = text.translate(self.shown)
         if re.search(rf"(?<!\s)\s{{{MOST_SPACE + 1}}}", text):
             raise ValueError(f"a text with more than {MOST_SPACE:,} spaces or line ends in a row cannot be "
                              "tokenized")
@@ -174,6 +174,8 @@ class Tokenizer:
     def _spell(self, content):
         """A text or ids for the template. Names of special tokens are hidden in text and stay in ids."""
         if isinstance(content, str):
+            # Lone surrogates (undecodable bytes of a command line) become "?".
+            content = content.encode("utf-8", "replace").decode("utf-8")
             return self.begins.sub(lambda c: self.stand_in[c[0]], content)
         # The template writes the end of an answer itself.
         while content and content[-1] in self.ends:

@@ -2,7 +2,7 @@
 `run` times the same models beside all other methods.
 
 All decoders answer the same held-out problems, whose answers fit into the slots. A step of a request is a
-forward in which it took part, at any batch size."""
+forward in which it took part, at any batch size; of `ar` and `prism`, the forwards after the prompt's."""
 import statistics
 from pathlib import Path
 
@@ -186,7 +186,7 @@ def cdlm_ablations(args, model, tokenizer):
     """The students in the folders --drafter/GROUP/NAME, at two thresholds: 100 problems of each family, and
     how many more they solve than the first student of their group. NAME-2 is another seed of NAME."""
     arms = {}
-    for log in sorted(Path(args.drafter or "").glob("*/*/log.jsonl")):
+    for log in sorted(Path(args.drafter).glob("*/*/log.jsonl")) if args.drafter else []:
         folder = log.parent
         arms.setdefault((folder.parent.name, folder.name.split("-")[0]), []).append(folder)
     if not arms:

@@ -32,7 +32,7 @@ def arms(args, model, tokenizer):
     """The drafters in the folders --drafter/GROUP/NAME, each next to the first one of its group. They may be
     of different kinds."""
     drafters = {}
-    for file in sorted(Path(args.drafter or "").glob("*/*/config.json")):
+    for file in sorted(Path(args.drafter).glob("*/*/config.json")) if args.drafter else []:
         group, name = file.parts[-3:-1]
         kind = drafter_files.kind_of(file.parent)
         if kind in methods.TRAINED:

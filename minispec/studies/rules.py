@@ -119,7 +119,8 @@ DRAFTS = {
 def rules(args, model, tokenizer):
     """Accepted drafts per round and tau, each with a 95 % interval over prompts, of every drafter with chains
     of 5 and trees of 8, by acceptance rule and temperature, on the same prompts. Drafters do not end a chain
-    early. Rejection verifies chains only; the drafts of trees are not sampled, so the walk verifies them."""
+    early. The drafts of PRISM's and EAGLE's trees are not sampled, so under rejection the walk verifies them;
+    SpecDiff's chains are verified in turn."""
     some = 8 if tokenizer.is_puzzle_model else 3
     problems = short_prompts(tokenizer, 1 if args.quick else some, args.data, FIRST)
     fitting = suitable(args, model)

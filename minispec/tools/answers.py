@@ -108,7 +108,7 @@ def schedule_view(engine):
         "cache_slots": engine.cache.n_slots,
         "cache_peak": max(i["used"] for i in iterations),
         "offloaded": engine.cache.offloaded,
-        "recomputed": engine.admission.recomputed,
+        "dropped": engine.admission.dropped,
         "shared": engine.admission.shared,
     }
 

@@ -86,8 +86,9 @@ def _stacked(source, names, shapes, device, dtype):
         if part.shape != shape:
             raise ValueError(f"{source.file}: shape of {name} must be {shape} as in the config, got "
                              f"{tuple(part.shape)}")
-        if not (part.is_floating_point() and all(math.isfinite(x) for x in torch.aminmax(part))):
-            raise ValueError(f"{source.file}: {name} must hold finite floating-point numbers")
+        wide = part.is_floating_point() and part.element_size() > 1
+        if not (wide and all(math.isfinite(x) for x in torch.aminmax(part))):
+            raise ValueError(f"{source.file}: {name} must hold finite floating-point numbers of 16 bits or more")
         parts.append(part.to(dtype or part.dtype))
     return torch.cat(parts).to(device)
 
@@ -118,8 +119,11 @@ class Folder:
         if os.path.exists(words):
             with naming(words):
                 data = read_json(words)
+                vocab = data["model"]["vocab"]
+                if isinstance(vocab, list):
+                    raise ValueError("type of the vocabulary must be BPE")
                 added = [token["id"] for token in data["added_tokens"]]
-                self.n_tokens = 1 + max(*data["model"]["vocab"].values(), *added)
+                self.n_tokens = 1 + max(*vocab.values(), *added)
 
     def tensor(self, name):
         """The tensor as it is stored."""

@@ -13,7 +13,9 @@ def written_to(path):
     """The path behind the links of `path`. ValueError if it is a device, a pipe or a folder: writing would
     put a file in its place."""
     real = os.path.realpath(path)
-    if os.path.exists(real) and not os.path.isfile(real):
+    # Behind /dev/stdout may be a regular file, a log that others write.
+    device = os.path.abspath(path).startswith(("/dev/std", "/dev/fd/", "/proc/"))
+    if device or os.path.exists(real) and not os.path.isfile(real):
         raise ValueError(f"cannot write {path}: it is not a regular file")
     return real
 
@@ -123,6 +125,6 @@ def read_tensors(path):
     with opened(path) as f:
         tensors = {name: f.get_tensor(name) for name in f.keys()}
     for name, x in tensors.items():
-        if x.is_floating_point() and not x.isfinite().all():
+        if x.is_floating_point() and not x.float().isfinite().all():           # float8 has no isfinite
             raise ValueError(f"{path} is damaged: {name} holds values that are not finite numbers")
     return tensors

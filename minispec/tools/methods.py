@@ -14,7 +14,7 @@ from minispec.core import drafters
 from minispec.adaptive import Adaptive
 from minispec.core.admission import POLICIES
 from minispec.core.engine import Engine
-from minispec.core.requests import check_k
+from minispec.core.requests import MAX_NODES, check_k
 from minispec.core.scheduler import SyncScheduler
 from minispec.costs import CostTable, read_costs
 from minispec.data.tokenizer import Tokenizer
@@ -56,8 +56,8 @@ def prism_chain_or_tree(model, settings, name="prism"):
     trained = _trained(name, prism.PrismConfig, model, settings)
     depth = settings.k or trained.config.depth
     drafter = prism.PrismDrafter(trained, model, depth, name)
-    if settings.tree < 0:
-        raise ValueError(f"tree must be 0 or more drafts, got {settings.tree}")
+    if not 0 <= settings.tree <= MAX_NODES:
+        raise ValueError(f"tree must be 0 to {MAX_NODES} drafts, got {settings.tree}")
     if settings.tree:
         width = max(round(settings.tree ** 0.5), 2)
         drafter = prism.PrismTreeDrafter(trained, model, depth, width, name)
@@ -129,6 +129,9 @@ def make_engine(name, model, settings, batch_size):
     folder = folder_of(name, settings)
     trained = loaded(folder, model, settings)
     mask_id = Tokenizer.load(folder).mask_id
+    if mask_id >= trained.config.vocab_size:
+        raise ValueError(f"{folder}: the mask token {mask_id} is not in the vocabulary of the weights, "
+                         f"{trained.config.vocab_size} tokens")
     return cdlm.Decoder(trained, mask_id, cdlm.METHODS[name], threshold=threshold, order=settings.order,
                         batch_size=batch_size, block_size=settings.block_size)
 

@@ -11,7 +11,7 @@ def figures(args, tokenizer, engine, problems, generations, first_token):
     answer."""
     result = {
         "method": args.method,
-        "model": args.model,
+        "model": args.model.rstrip("/"),
         "temperature": args.sampling.temperature,
         "device": args.device,
         "dtype": args.dtype,
@@ -113,6 +113,6 @@ def schedule_lines(v):
         f"rows: {v['prefill_rows']} prefill, {v['draft_rows']} draft, {v['verify_rows']} verify; "
         f"{v['active_mean']:.1f} requests at once, {v['stalled']} stalls",
         f"cache: at most {v['cache_peak']} of {v['cache_slots']} slots; "
-        f"{v['offloaded']} tokens offloaded, {v['recomputed']} recomputed"
+        f"{v['offloaded']} tokens offloaded, {v['dropped']} dropped"
         + (f", {v['shared']} shared" if v["shared"] else ""),
     ]

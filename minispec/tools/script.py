@@ -1,5 +1,6 @@
 """Shared by the scripts: arguments and outputs that are checked before the work, and exits with one line."""
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -29,7 +30,8 @@ class Parser(argparse.ArgumentParser):
                          allow_abbrev=False)             # --trace for --traces would be another command
 
     def error(self, message):
-        self.exit(2, visible(f"{self.prog}: {message}\n"))
+        line = " ".join(message.split())
+        self.exit(2, visible(f"{self.prog}: {line}\n"))
 
 
 def positive(text):
@@ -43,13 +45,15 @@ def check_writable(path, inputs=()):
     """ValueError if the output `path` cannot be written, is one of the `inputs` (paths; None is skipped) or
     is in a folder of model weights. Scripts call it before the work."""
     real = Path(written_to(path))
-    if real in [Path(file).resolve() for file in inputs if file]:
+    if real in [Path(os.path.realpath(file)) for file in inputs if file]:
         raise ValueError(f"cannot write {path}: it is an input")
     for folder in real.parents:
         if any(folder.glob("model.safetensors*")):       # or its index; a loose file is no model
             raise ValueError(f"cannot write {path}: {folder} is a model folder")
     try:
         tempfile.TemporaryFile(dir=real.parent).close()
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(real)                                # an error if the name is too long
     except OSError as e:
         raise ValueError(f"cannot write {path}: {e.strerror}") from None
 
@@ -93,6 +97,7 @@ def run_main(main, interrupted="interrupted", smaller="--batch, --max-new-tokens
     and exit code 2; Ctrl-C becomes 130, a closed pipe 141.
 
     interrupted: the line for Ctrl-C. smaller: the options that take memory."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")     # None if it is closed, as by >&-
     # Characters that the terminal's encoding lacks are shown as "?"; bytes that are no text read as U+FFFD.
     for stream in (sys.stdout, sys.stdin):
         if hasattr(stream, "reconfigure"):               # a file

@@ -76,8 +76,10 @@ def stream(engine, requests, show=None):
 
     began = clock()
     first = {}
-    # A common beginning is read once.
-    common = len(os.path.commonprefix([r.tokens for r in requests]))
+    # A common beginning is read once, but for each request by diffusion models and drafters that need its
+    # hidden states.
+    shares = getattr(engine, "scheduler", None) and engine.scheduler.shares
+    common = len(os.path.commonprefix([r.tokens for r in requests])) if shares else 0
     total = common + sum(len(r.tokens) - common for r in requests)
     with tqdm(total=total, desc="reading", unit="token", delay=2, leave=False, disable=None) as bar:
         engine.on_prefill = bar.update
