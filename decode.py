@@ -95,6 +95,9 @@ def parse_args(argv=None):
     methods.add_arguments(parser)
     parser.set_defaults(model=None)
     args = parser.parse_args(argv)
+    for name in ("model", "drafter", "cost", "prompts", "json", "html"):
+        if getattr(args, name) == "":                    # as from a shell variable that is not set
+            raise ValueError(f"--{name} must be a file or a folder, got nothing")
     args.target = args.model = args.model or default_model(args)
     if args.method in methods.DIFFUSION:
         # The diffusion model decodes; the target is for --compare.
@@ -119,9 +122,6 @@ def default_model(args):
 
 def check(args):
     """ValueError for mistakes that can be seen before anything is loaded."""
-    for name in ("model", "drafter", "cost", "prompts", "json", "html"):
-        if getattr(args, name) == "":                    # as from a shell variable that is not set
-            raise ValueError(f"--{name} must be a file or a folder, got nothing")
     diffusion = args.method in methods.DIFFUSION
     several = (args.batch or 1) > 1
     if args.chat and (args.json or args.html or args.compare or several or diffusion):

@@ -37,9 +37,9 @@ What differs from the paper, and why:
   winner of several drafters as an n-gram lookup (test_bounds.py follows these rules). The greedy rung here
   keeps only the second of them.
 - Its batch is B copies of one request, and so is `batch` here. With linear costs (without `kv_step`), 1/B of
-  that time, summed over requests, also bounds from below the time of a batch of at most B different requests. Observed batches
-  hold different requests: their recorded rounds are priced as they were, their bounds are 1/B of the bounds
-  of a batch of copies.
+  that time, summed over requests, also bounds from below the time of a batch of at most B different requests.
+  Observed batches hold different requests: their recorded rounds are priced as they were, their bounds are
+  1/B of the bounds of a batch of copies.
 
 The optimum and the free drafters are bounds for rounds of at most k_max drafts. At a *censored* position all
 drafts that the trace asked for were accepted, so longer rounds might gain more. Every cell reports the share

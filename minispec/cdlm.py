@@ -216,7 +216,7 @@ def consistency_loss(model, batch, mask_id, generator, reverse=False):
 def dlm_loss(model, batch, mask_id, blockwise):
     """L_dlm of reference answers: the sum of cross-entropy / t over the slots that are `masked` and `counted`
     (n, L), divided by the number of counted slots; the mean over answers. t is `rate` (n, L), the mean share
-    of masks. With all slots counted, at one t, masks at random (not in order, see `turns`), this bounds an
+    of masks. With all slots counted, one t, and masks at random (not in order, see `turns`), this bounds an
     answer's negative log-likelihood per slot.
     blockwise: the student's attention, all blocks at once; else the teacher's."""
     answer = batch["answer"]

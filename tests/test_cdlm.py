@@ -179,7 +179,8 @@ def test_cached_logits_equal_uncached_ones(model, steps, size):  # 3, 4, 6
     assert 0 < worst(Compared, model, steps_a_block=steps, block_size=size) <= 1e-5
 
 
-def test_cached_logits_in_fp64(monkeypatch, usual_blocks):  # 3; sums over several blocks of the cache are in fp32
+def test_cached_logits_in_fp64(monkeypatch, usual_blocks):  # 3
+    """In one block of the cache: sums over several are in fp32."""
     only = lambda logits, mask_id: logits.index_fill(-1, torch.tensor([mask_id]), -1e9)
     monkeypatch.setattr(cdlm, "mask_free", only)
     assert worst(Compared, toy_model(n_layer=3).double()) <= 1e-12

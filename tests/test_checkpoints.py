@@ -102,7 +102,7 @@ WEIGHTS = [     # name, change, part of the line
     ("1.mlp.down_proj.weight", lambda x: x * float("nan"), "down_proj.weight must hold finite"),
     ("1.mlp.down_proj.weight", lambda x: x * float("-inf"), "must hold finite"),
     ("1.mlp.down_proj.weight", lambda x: x.to(torch.int8), "must hold finite floating-point numbers"),
-    ("1.mlp.down_proj.weight", lambda x: x.to(torch.float8_e4m3fn), "must hold finite floating-point numbers"),
+    ("1.mlp.down_proj.weight", lambda x: x.to(torch.float8_e4m3fn), "numbers of at least 16 bits"),
     ("0.self_attn.k_proj.weight", lambda x: x[:, :3], "must be (16, 32) as in the config, got (16, 3)"),
     ("0.mlp.up_proj.bias", lambda _: torch.ones(64), "0.mlp.up_proj.bias, which this model does not use"),
     ("1.mlp.up_proj.weight", lambda _: None, "lacks model.layers.1.mlp.up_proj.weight"),

@@ -66,6 +66,7 @@ BAD = f"""
 --prompt x --n 5 | --n is for --task and --prompts
 --speed fast | unrecognized arguments: --speed fast
 --prompt x --html '' | --html must be a file or a folder, got nothing
+--prompt x --model '' | --model must be a file or a folder, got nothing
 --max-new 5 | unrecognized arguments: --max-new 5
 --seed {1 << 70} | is out of range; allowed is 0 to
 --method adaptive | this measures one: python bench.py profile --model

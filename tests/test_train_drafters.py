@@ -129,7 +129,7 @@ def test_a_training_is_not_resumed_with_other_settings(folder):
 
 
 def test_a_resumed_training_keeps_its_draft_vocabulary(folder, monkeypatch):
-    """Also where there are more answers by now: the head's rows are those of the drafter's tokens."""
+    """The head's rows are those of the drafter's tokens."""
     command = "--tokens 900 --draft-vocab 40 --batch-tokens 200 --save-every 1"
     monkeypatch.setattr(recorded, "most_frequent", lambda *args: torch.arange(40))
     killed(folder, "first", command)
@@ -140,6 +140,16 @@ def test_a_resumed_training_keeps_its_draft_vocabulary(folder, monkeypatch):
     head = checkpoints.load(folder / "target").head.weight[:40]
     assert torch.equal(own.tokens(torch.arange(40)), torch.arange(40))
     assert torch.equal(own.head.weight, head.to(own.head.weight.dtype))
+
+
+def test_a_training_does_not_go_on_with_more_answers(folder, monkeypatch):
+    """Its batches would be other ones."""
+    command = "--tokens 900 --batch-tokens 200 --save-every 1"
+    killed(folder, "grown", command)
+    record = recorded.record
+    monkeypatch.setattr(recorded, "record", lambda args: 2 * record(args))
+    with refused("the folder was begun with recorded_tokens "):
+        train(folder, "grown", command)
 
 
 # Kind, name, options of the training, method, options of decoding.

@@ -195,7 +195,8 @@ DAMAGED = """
 "prism" | "llama" | not a drafter made by train_prism.py
 "draft_vocab": 3 | "draft_vocab": 12 | draft_vocab 12 is out of range
 "draft_vocab": 3 | "draft_vocab": -1 | draft_vocab must be a number at least 0 and at most 1048576, got -1
-"qk_norm": false | "qk_norm": "no" | qk_norm must be true or false, got 'no'
+"qk_norm": false | "qk_norm": "no" | qk_norm of the drafter must be False as in the target, got 'no'
+"tied": false | "tied": "no" | tied must be true or false, got 'no'
 "feature_layers": [] | "feature_layers": [0, 99] | feature_layers must be layers of the target, got [0, 99]
 "vocab_size": 12 | "vocab_size": 6 | vocab_size of the drafter must be 12 as in the target, got 6
 "block_size": 512 | "block_size": 1024 | block_size of the drafter must be 512 as in the target, got 1024

@@ -48,8 +48,8 @@ class Admission:
             i += 1
         # There is room again: the last one to leave comes back first.
         while self.paused and len(active) < engine.batch_size and self._resume(self.paused[-1]):
-            # A request is added to its new list before it leaves the old one: an interrupt between these lines
-            # loses nothing.
+            # A request is added to its new list before it leaves the old one: an interrupt between these
+            # lines loses nothing.
             active.append(self.paused[-1])
             del self.paused[-1]
         # Waiting requests enter in order: small ones that overtake could keep a large one out for ever.
@@ -98,7 +98,6 @@ class Admission:
                 engine.waiting.insert(0, victim)
                 self.dropped += victim.n_cached
                 self.leave(victim)
-                victim.n_cached = 0
                 del engine.active[-1]
             if victim is r:
                 return False
@@ -150,6 +149,7 @@ class Admission:
         """Free the blocks and buffers of a request that is finished or starts again."""
         self.engine.scheduler.release(r)
         self.remember(r)
+        r.n_cached = 0
         self.engine.cache.close(r.blocks)
         if r in self.paused:
             self.paused.remove(r)

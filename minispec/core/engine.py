@@ -296,7 +296,6 @@ class Engine:
             # After an interrupt a request may be in two lists.
             if r.blocks and (everything or r.finished):
                 self.admission.leave(r)
-                r.n_cached = 0
         # An interrupt may have come while a request entered.
         if everything and self.cache:
             for r in self.waiting:

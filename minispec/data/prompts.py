@@ -6,7 +6,7 @@
     AIME                   prompt or problem, answer                 the same
     HumanEval              prompt, test, entry_point                 nothing: the tests would have to be run
     MBPP, sanitized MBPP   text or prompt, test_list                 nothing
-    MT-bench, Spec-Bench   turns, category, reference                the last number, if the reference has ####
+    MT-bench, Spec-Bench   turns, category, reference                the last number, if it has "####"
     Alpaca, Dolly          instruction, input or context             nothing
 
 A file is JSON lines or one JSON array of objects; it may be gzipped (.gz) and begin with a byte-order mark.

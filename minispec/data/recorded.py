@@ -258,8 +258,9 @@ class DrafterRun(training.Run):
         # The batches of all steps.
         lengths = [len(text["ids"]) for text in self.texts]
         self.plan = schedule(args.seed, lengths, args.batch_tokens, args.tokens)
-        args.recorded = sum(lengths)                     # other trainings may add answers to the folder
-        print(f"{len(lengths)} texts, {args.recorded:,} tokens, {len(self.plan)} steps")
+        # It is saved and compared: other trainings may add answers to the folder.
+        args.recorded_tokens = sum(lengths)
+        print(f"{len(lengths)} texts, {args.recorded_tokens:,} tokens, {len(self.plan)} steps")
         super().__init__(args, args.out, model, len(self.plan), args.lr,
                          muon=training.fast_dtype(args.device) == torch.bfloat16,
                          minutes=args.minutes and args.minutes / 2)

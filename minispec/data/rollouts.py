@@ -13,8 +13,9 @@ goes on where it was:
     heldout-0-40.safetensors   the same of held-out prompts, which no training reads
     given-0-128.safetensors    the same of answers that others wrote (--given)
 
-No answer is decoded to text and read back, and the end of text stays where it was chosen. A greedy answer ends
-where it starts to loop. The trainings of drafters run this command first; data/recorded.py reads the shards.
+No answer is decoded to text and read back, and the end of text stays where it was chosen. A greedy answer
+ends where it starts to loop. The trainings of drafters run this command first; data/recorded.py reads the
+shards.
 """
 import itertools
 import os
@@ -194,9 +195,9 @@ def main():
     # Answers in the folder must be the same target's.
     training.same_settings(args.out, target=checkpoints.fingerprint(target), temperature=args.temperature,
                            max_new_tokens=args.max_new_tokens)
+    rows = given(args, tokenizer) if args.given else []          # not counted in --minutes
     args.over = time.time() + 60 * args.minutes if args.minutes is not None else float("inf")
     engine = Engine(target, SyncScheduler, TOGETHER if args.device == "cpu" else 2 * TOGETHER)
-    rows = given(args, tokenizer) if args.given else []
     files = [*answer(args, engine, tokenizer, "heldout", args.heldout),
              *answer(args, engine, tokenizer, "train", args.prompts), *read_given(args, target, rows)]
     print(*files, sep="\n")

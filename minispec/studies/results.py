@@ -123,8 +123,8 @@ class Run:
 
     @property
     def decoding_rate(self):
-        """Tokens/s without the time in which the target reads the prompts. A trained drafter's reading of them
-        counts."""
+        """Tokens/s without the time in which the target reads the prompts. A trained drafter's reading of
+        them counts."""
         return self.tokens / (self.seconds - self.phases["prefill"])
 
 

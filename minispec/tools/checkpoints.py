@@ -88,7 +88,8 @@ def _stacked(source, names, shapes, device, dtype):
                              f"{tuple(part.shape)}")
         wide = part.is_floating_point() and part.element_size() > 1
         if not (wide and all(math.isfinite(x) for x in torch.aminmax(part))):
-            raise ValueError(f"{source.file}: {name} must hold finite floating-point numbers of 16 bits or more")
+            raise ValueError(f"{source.file}: {name} must hold finite floating-point numbers of at least 16 "
+                             "bits")
         parts.append(part.to(dtype or part.dtype))
     return torch.cat(parts).to(device)
 

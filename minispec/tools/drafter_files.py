@@ -6,8 +6,9 @@ from minispec.tools.checkpoints import fingerprint, write_folder
 from minispec.tools.files import naming, read_json, read_tensors
 from minispec.tools.hf_config import checked
 
-# The target's.
-SHAPE = ("d_model", "vocab_size", "block_size", "n_head", "n_kv_head", "head_dim", "d_ff", "qk_norm", "qkv_bias")
+# A drafter has its target's.
+SHAPE = ("d_model", "vocab_size", "block_size", "n_head", "n_kv_head", "head_dim", "d_ff", "qk_norm",
+         "qkv_bias")
 
 
 def save_drafter(drafter, folder, target):

@@ -12,8 +12,9 @@ FIELDS = {              # GPTConfig's name: config.json's name
     "eos_id": "eos_token_id",
 }
 # The only value of these keys that the model supports, if they are there.
-ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "use_mrope": False,
-        "partial_rotary_factor": 1.0, "rope_interleaved": False, "quantization_config": None}
+ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
+        "use_mrope": False, "partial_rotary_factor": 1.0, "rope_interleaved": False,
+        "quantization_config": None}
 ROPE = ("rope_theta", "rope_type", "type", "rope_scaling", "rope_parameters")
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
