@@ -194,7 +194,8 @@ def run(folder, name, argv):
     def main():
         os.setsid()
         signal.alarm(WAIT)
-        for limit, n in (("CPU", SECONDS), ("AS", MEMORY), ("CORE", 0)):
+        mapped = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        for limit, n in (("CPU", SECONDS), ("AS", mapped + MEMORY), ("CORE", 0)):
             resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (n, n))
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         file = os.path.relpath(SCRIPTS[name].__file__, ROOT)

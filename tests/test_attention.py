@@ -193,11 +193,9 @@ def mean_probabilities(model, ids, n):
 
 @pytest.mark.parametrize("n", [1, 5])
 def test_recorded_attention_in_bf16_is_nearly_as_exact_as_unrecorded(n):
-    """Its logits are rounded to bf16 once more, which doubles the error of one call (1.8 times here). Scores
-    are within the rounding of bf16."""
+    """Its logits are rounded to bf16 once more, which doubles the error of a call (1.8 times here, over fifty
+    of them). Scores are within the rounding of bf16."""
     c = toy_model().config
-    qkv = [torch.randn(n, h, c.head_dim).bfloat16() for h in (c.n_head, c.n_kv_head, c.n_kv_head)]
-    past = torch.randn(2, c.n_layer, c.n_kv_head, 60, c.head_dim).bfloat16()
 
     def attended(dtype, record):
         cache = KVCache(c, 60, dtype)
@@ -207,11 +205,17 @@ def test_recorded_attention_in_bf16_is_nearly_as_exact_as_unrecorded(n):
         assert out.dtype == dtype
         return out.float(), keys.scores
 
-    exact, scores = attended(torch.float32, pillar_scores)
-    recorded, rounded = attended(torch.bfloat16, pillar_scores)
-    unrecorded, _ = attended(torch.bfloat16, None)
-    assert torch.allclose(rounded[1], scores[1], rtol=0.03)
-    assert (recorded - exact).abs().mean() < 2.5 * (unrecorded - exact).abs().mean()
+    with_scores = without = 0
+    for _ in range(50):
+        qkv = [torch.randn(n, h, c.head_dim).bfloat16() for h in (c.n_head, c.n_kv_head, c.n_kv_head)]
+        past = torch.randn(2, c.n_layer, c.n_kv_head, 60, c.head_dim).bfloat16()
+        exact, scores = attended(torch.float32, pillar_scores)
+        recorded, rounded = attended(torch.bfloat16, pillar_scores)
+        unrecorded, _ = attended(torch.bfloat16, None)
+        assert torch.allclose(rounded[1], scores[1], rtol=0.03)
+        with_scores += (recorded - exact).abs().mean()
+        without += (unrecorded - exact).abs().mean()
+    assert with_scores < 2.2 * without
 
 
 @pytest.mark.parametrize(

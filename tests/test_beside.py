@@ -28,7 +28,8 @@ def run(folder, files):
     (folder / "conftest.py").write_text("from beside import pytest_sessionstart\n")
     for name, text in files.items():
         (folder / f"test_{name}.py").write_text(text)
-    env = {name: value for name, value in os.environ.items() if name != "MINISPEC_TESTS_BESIDE"}
+    own = "MINISPEC_TESTS_BESIDE", "PYTEST_ADDOPTS", "FORCE_COLOR", "PY_COLORS"
+    env = {name: value for name, value in os.environ.items() if name not in own}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
 

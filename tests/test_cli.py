@@ -272,7 +272,8 @@ def test_text_is_seeded(toy):
 
 
 @pytest.mark.parametrize("env", [{}, {"NO_COLOR": "1"}])
-def test_colours_on_a_terminal(env, toy):
+def test_colours_on_a_terminal(env, toy, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
     command = f"--model {toy} --method specgen --prompt hi --max-new-tokens 30"
     shown = on_a_terminal(decode_script, command, **env)
     assert (b"\033[32m" in shown) == (not env)

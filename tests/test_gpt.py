@@ -12,6 +12,7 @@ from minispec.tools import checkpoints
 
 
 def test_rope_depends_on_distances_only():
+    torch.manual_seed(0)
     rope = gpt.Rope(gpt.GPTConfig(head_dim=16, block_size=200))
     pair = torch.randn(2, 16)
     score = lambda *at: gpt.rotate(pair, rope.cos[[*at]], rope.sin[[*at]]).prod(0).sum()
@@ -44,6 +45,7 @@ def test_shipped_target_loads(shipped):
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 def test_packed_products_are_products_and_follow_the_weights(dtype, tolerance):
+    torch.manual_seed(0)
     linear, other = (cpu.Linear(48, 80).to(dtype) for _ in range(2))
     x = torch.randn(3, 9, 48, dtype=dtype)
 

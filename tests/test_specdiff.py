@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import random
+import re
 
 import pytest
 import torch
@@ -541,7 +542,7 @@ def lesson_table():
 
 def test_loss_and_rule_must_match_and_the_lesson_says_by_how_much():
     """Section 2.2: each rule accepts most from the drafter that was trained for it; the paper's loss
-    makes q a point mass. And the lesson's table has these very numbers."""
+    makes q a point mass. And the lesson's table has these numbers, up to the rounding of other processors."""
     got = lesson_table()
     assert got["streak"][0] > 1.1 * max(got["ce"][0], got["streak-rs"][0])
     assert got["streak-rs"][1] > got["ce"][1] > 1.05 * got["streak"][1]
@@ -549,7 +550,8 @@ def test_loss_and_rule_must_match_and_the_lesson_says_by_how_much():
     with open(f"{ROOT}/docs/specdiff.md", encoding="utf-8") as f:
         page = f.read()
     for name, row in got.items():
-        assert f"| `{name}` | {' | '.join(f'{x:.2f}' for x in row)} |" in page
+        said = re.search(rf"\| `{name}` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", page).groups()
+        assert all(abs(x - float(text)) < 0.01 for x, text in zip(row, said, strict=True)), name
     p = torch.tensor([0.5, 0.3, 0.2])
     for name, q in (("p itself", p), ("all on the likeliest token", torch.tensor([1.0, 0, 0]))):
         assert f"| {name} | {(p * q).sum():.2f} | {torch.minimum(p, q).sum():.2f} |" in page

@@ -458,7 +458,7 @@ def test_a_target_that_knows_no_masks_is_trained_end_to_end(other, tmp_path, cap
         assert all(math.isfinite(r["loss"] + r["heldout"]) for r in log_of(tmp_path / stage))
         assert checkpoints.load(tmp_path / stage).config.diffusion_block_size == 4
     first, *_, last = log_of(tmp_path / "student")
-    assert last["distill"] < first["distill"]
+    assert last["heldout"] < first["heldout"]
     run_script(
         decode,
         f"--model {target} --method cdlm --drafter {tmp_path}/student --prompt 'Is 2 more?' "

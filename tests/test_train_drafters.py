@@ -145,11 +145,11 @@ def test_a_resumed_training_keeps_its_draft_vocabulary(folder, monkeypatch):
 def test_a_training_does_not_go_on_with_more_answers(folder, monkeypatch):
     """Its batches would be other ones."""
     command = "--tokens 900 --batch-tokens 200 --save-every 1"
-    killed(folder, "grown", command)
+    killed(folder, "more", command)
     record = recorded.record
     monkeypatch.setattr(recorded, "record", lambda args: 2 * record(args))
     with refused("the folder was begun with recorded_tokens "):
-        train(folder, "grown", command)
+        train(folder, "more", command)
 
 
 # Kind, name, options of the training, method, options of decoding.
