@@ -19,10 +19,10 @@ block tables).
 Shapes, for one layer: q (N, H, D) packed rows; k, v (G, n_slots, D); g = H / G query heads share a KV head; B
 requests. A tile is up to 16 or 64 *packed rows* (row, head of the group) of one request and KV head, so that
 a draft row's g heads, or a verification's (k + 1) * g, share every key that is read. As in the paper, one
-launch holds both tile shapes (16 x 128 and 64 x 64 there; `settings` has ours). Long
-lists are split into chunks of a *fixed* number of entries, a program each, and a second small kernel merges
-their results by the log-sum-exp. Because the chunk is fixed, a request's result is the same, bit for bit,
-with any neighbours; the paper balances chunks over the batch instead.
+launch holds both tile shapes (16 x 128 and 64 x 64 there; `settings` has ours). Long lists are split into
+chunks of a *fixed* number of entries, a program each, and a second small kernel merges their results by the
+log-sum-exp. Because the chunk is fixed, a request's result is the same, bit for bit, with any neighbours; the
+paper balances chunks over the batch instead.
 
 Bytes moved, with E entries read by all tiles together and e bytes a number:
     G * E * (2 * D * e + 4)         keys, values, slot indices; a selected entry costs 4 more
