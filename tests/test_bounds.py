@@ -121,6 +121,11 @@ def trace_of(prompt_len=10, **accept):
     return Trace("t", prompt_len, n, {m: np.minimum([1, *a], left) for m, a in accept.items()})
 
 
+def test_no_drafter_is_named_like_all_of_them():
+    with pytest.raises(ValueError, match="may not be named all"):
+        bounds.compared([trace_of(all=[1, 1])], CostTable(prices({"all": linear()}, base=1.0)))
+
+
 def random_trace(rng, n, names="ab", high=6):
     lengths = lambda: [rng.randint(1, high) if rng.random() < 0.7 else 1 for _ in range(n - 1)]
     return trace_of(rng.randrange(50), **{m: lengths() for m in names})

@@ -172,6 +172,13 @@ def test_damaged_folders_get_one_line(what, change, message, tmp_path):
         checkpoints.load(str(tmp_path))
 
 
+def test_what_a_config_says_is_off_may_be_there(tmp_path):
+    checkpoints.save(toy_model(), tmp_path)
+    off = {"use_mrope": False, "attention_bias": False, "use_sliding_window": False, "rope_scaling": None}
+    change_json(tmp_path / "config.json", lambda config: {**config, **off})
+    assert same(checkpoints.load(str(tmp_path)), toy_model())
+
+
 def same(a, b):
     pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
     return all(torch.equal(x, y) for x, y in pairs)

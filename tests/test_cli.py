@@ -26,8 +26,8 @@ import train_specdiff
 from minispec import bounds
 from minispec.core.requests import Generation
 from minispec.data import mixture, prompts, tasks
-from minispec.data.tokenizer import Tokenizer
-from minispec.tools import answers, gguf_file, methods, terminal, training
+from minispec.data.tokenizer import MASK, Tokenizer
+from minispec.tools import answers, files, gguf_file, methods, terminal, training
 
 
 def decode(*args, **more):
@@ -65,8 +65,9 @@ BAD = f"""
 --prompt x --size 9 | --size is for --task
 --prompt x --n 5 | --n is for --task and --prompts
 --speed fast | unrecognized arguments: --speed fast
---prompt x --html '' | --html must be a file or a folder, got nothing
---prompt x --model '' | --model must be a file or a folder, got nothing
+--prompt x --html '' | argument --html: must be a file or a folder, got nothing
+--prompt x --model '' | argument --model: must be a file or a folder, got nothing
+--prompts '' | argument --prompts: must be a file or a folder, got nothing
 --max-new 5 | unrecognized arguments: --max-new 5
 --seed {1 << 70} | is out of range; allowed is 0 to
 --method adaptive | this measures one: python bench.py profile --model
@@ -104,6 +105,23 @@ def test_logits_that_are_no_numbers_end_a_run_in_one_line(method, temperature, t
     line = refusal(decode_script, f"--model {folder} --drafter {folder} --method {method} --temperature "
                    f"{temperature} --task arith --max-new-tokens 20")
     assert "the logits of the model must be numbers, got NaN: its weights are" in line
+
+
+def test_a_mask_token_without_weights_is_one_line(tmp_path):
+    folder = save_toy_target(tmp_path)
+    file = f"{folder}/tokenizer.json"
+    data = files.read_json(file)
+    next(token for token in data["added_tokens"] if token["content"] == MASK)["id"] = 2048
+    files.write_json(file, data)
+    line = refusal(decode_script, f"--model {folder} --drafter {folder} --method cdlm --task story")
+    assert "the mask token 2048 is not in the vocabulary of the weights, 2048 tokens" in line
+
+
+def test_a_message_is_one_line_and_a_closed_output_is_no_error():
+    assert refusal(decode_script, "'a\nb'") == "unrecognized arguments: a b"
+    command = f"{sys.executable} -m exercises >&-"
+    p = subprocess.run(command, shell=True, cwd=ROOT or ".", stderr=subprocess.PIPE)
+    assert (p.returncode, p.stderr) == (0, b"")
 
 
 def test_outputs_are_checked_before_the_work(toy, tmp_path):

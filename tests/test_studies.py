@@ -262,9 +262,9 @@ def test_students_of_other_trainings_are_compared(toy, small, tmp_path, monkeypa
     monkeypatch.setattr(diffusion, "solve", solve)
     rows = diffusion.cdlm_ablations(args, target, tokenizer)["rows"]
     assert [r["more"] for r in rows] == [0, 0, 4 / 8, 6 / 8, 0, 0]
-    args.drafter = str(tmp_path)
-    with pytest.raises(ValueError, match="cdlm_ablations needs --drafter DIR"):
-        diffusion.cdlm_ablations(args, target, tokenizer)
+    for args.drafter in (str(tmp_path), None):
+        with pytest.raises(ValueError, match="cdlm_ablations needs --drafter DIR"):
+            diffusion.cdlm_ablations(args, target, tokenizer)
 
 
 def test_figures_of_seeds_are_means_and_their_interval_is_over_problems():
@@ -318,6 +318,9 @@ def test_drafters_of_both_kinds_are_compared_on_the_same_prompts(toy, tmp_path, 
         assert rows[t, "x: a"] == {**rows[t, "x: b"], "method": "x: a"}
         assert rows[t, "x: b"]["ratio_range"] == [1, 1]
         assert rows[t, "y: c"]["ratio"] == 1
+    args.drafter = None
+    with refused("arms needs trained drafters"):
+        drafters.arms(args, target, tokenizer)
     args.drafter = str(tmp_path)
     monkeypatch.setattr(drafters.methods, "TRAINED", {})
     with refused("arms needs trained drafters"):

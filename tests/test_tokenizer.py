@@ -6,6 +6,7 @@ import pytest
 from conftest import TARGET, refused, table
 
 from minispec.data.tokenizer import Tokenizer
+from minispec.tools import gguf_file
 
 SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|mask|>", "<|prompt|>", "<|think|>", "<|answer|>")
 TEXTS = ["the cat sat on the mat, the cat sat", "12 + 34 = 46, and 46 is 46", "naïve café 東京 👍🏽",
@@ -51,6 +52,14 @@ def test_any_text_and_any_bytes_round_trip(tokenizer):
     assert sorted(every_byte) == list(range(256))      # all bytes are tokens, so bytes always have ids
     for lone in ("\ud800", "\udcff"):
         assert tokenizer.encode(lone) == tokenizer.encode("?")
+
+
+def test_a_folder_does_not_hide_the_packaged_model(tmp_path, monkeypatch):
+    (tmp_path / "smollm2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gguf_file, "packaged", lambda: None)
+    with refused("the model smollm2 is not installed"):
+        Tokenizer.load("smollm2")
 
 
 def test_special_tokens_never_come_from_text(tokenizer):

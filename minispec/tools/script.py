@@ -41,6 +41,13 @@ def positive(text):
     return int(text)
 
 
+def named(text):
+    """The type of an option that names a file or a folder. A shell variable that is not set gives ""."""
+    if not text:
+        raise argparse.ArgumentTypeError("must be a file or a folder, got nothing")
+    return text
+
+
 def check_writable(path, inputs=()):
     """ValueError if the output `path` cannot be written, is one of the `inputs` (paths; None is skipped) or
     is in a folder of model weights. Scripts call it before the work."""
