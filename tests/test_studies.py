@@ -282,16 +282,18 @@ def test_figures_of_seeds_are_means_and_their_interval_is_over_problems():
 
 
 def test_tau_is_tokens_per_round_next_to_eagles(monkeypatch, shipped):
-    """Five drafts in every round; the ratio compares the same prompts."""
-    monkeypatch.setattr(drafters, "NEW", 12)
+    """All drafts in every round; the ratio compares the same prompts."""
+    monkeypatch.setattr(drafters, "NEW", 24)
     found = drafters.tau(methods.settings(quick=True, data=None), *shipped)
     rows = found["rows"]
-    assert {r["method"] for r in rows} == set(methods.TRAINED)
+    assert {r["method"] for r in rows} == {f"{name} --k {k}" for name in methods.TRAINED for k in (5, 8)}
     for r in rows:
-        assert 1 <= r["tau_range"][0] <= r["tau"] <= r["tau_range"][1] <= drafters.DRAFTS + 1
-        assert r["method"] != "eagle" or r["ratio"] == 1
-    assert "| next to eagle (95 %) |" in found["table"] and whole(found["table"])
-    assert found["short"].count("\n") == 1 + 2 * 3
+        low, high = r["tau_range"]
+        assert 1 <= low <= r["tau"] <= high <= int(r["method"][-1]) + 1
+        assert r["method"] != "eagle --k 5" or r["ratio"] == 1
+    assert max(r["tau"] for r in rows if "8" in r["method"]) > 6         # more than five drafts allow
+    assert "| next to eagle --k 5 (95 %) |" in found["table"] and whole(found["table"])
+    assert found["short"].count("\n") == 1 + 2 * 6
     own, base = np.array([[20, 10], [60, 10]]), np.array([[10, 10], [30, 10]])
     figures = drafters.figures(own, base)
     assert (figures["tau"], figures["ratio"], figures["ratio_range"]) == (4, 2, [2, 2])

@@ -1,6 +1,6 @@
 """How good trained drafters are, whatever a forward costs: tokens committed per round, by workload.
 
-    tau       the drafters of this target, with chains of five drafts
+    tau       the drafters of this target, with chains of five and of eight drafts
     arms      the same for the drafters of other trainings, in folders --drafter/GROUP/NAME
     chains    SpecDiff with one to eight chains of five drafts, and self-selection
 """
@@ -17,6 +17,7 @@ from minispec.tools.intervals import with_range
 from minispec.tools.markdown import table
 
 DRAFTS = 5
+LENGTHS = (5, 8)            # of chains, in `tau`
 NEW = 128                   # tokens of an answer
 TEMPERATURES = (0.0, 0.7)
 
@@ -24,8 +25,9 @@ TEMPERATURES = (0.0, 0.7)
 def tau(args, model, tokenizer):
     """The trained drafters of this target."""
     ready = methods.ready(args)
-    drafters = {name: (name, args.drafter) for name in sorted(methods.TRAINED) if name in ready}
-    return compare("tau", drafters, 5, args, model, tokenizer)
+    names = [name for name in sorted(methods.TRAINED) if name in ready]
+    drafters = {f"{name} --k {k}": (f"{name} --k {k}", args.drafter) for k, name in product(LENGTHS, names)}
+    return compare("tau", drafters, 10, args, model, tokenizer)
 
 
 def arms(args, model, tokenizer):
@@ -48,7 +50,7 @@ def chains(args, model, tokenizer):
 
 def compare(study, drafters, n, args, model, tokenizer, rule="coupled"):
     """tau of {name: (method with options, folder)} on n problems of each workload, with five drafts a chain
-    in every round. A name may begin with a group and a colon."""
+    in every round, or --k. A name may begin with a group and a colon."""
     if not drafters:
         raise ValueError(f"{study} needs trained drafters; those of arms are in folders --drafter/GROUP/NAME")
     problems = sum(problems_of(tokenizer, 1 if args.quick else n, args.data).values(), [])
