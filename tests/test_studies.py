@@ -331,19 +331,21 @@ def test_drafters_of_both_kinds_are_compared_on_the_same_prompts(toy, tmp_path, 
 
 def test_more_chains_are_drafted_and_one_is_selected(toy, monkeypatch):
     monkeypatch.setattr(drafters, "NEW", 12)
-    seen = set()
+    seen = set()                                         # (K, gamma, T_q)
     choose = specdiff.SpecDiffDrafter.select
     real = drafters.engine_of
 
     def watched(*args, **changes):
         engine = real(*args, **changes)
         drafter = engine.scheduler.drafter
-        drafter.select = lambda *tree: seen.add(drafter.width) or choose(*tree)
+        settings = drafter.width, drafter.gamma, drafter.temperature
+        drafter.select = lambda *tree: seen.add(settings) or choose(*tree)
         return engine
 
     monkeypatch.setattr(drafters, "engine_of", watched)
     found = drafters.chains(*toy)
-    assert seen == {1, 2, 4, 8}
+    assert seen == {(k, 5, t) for k in (1, 2, 4, 8) for t in (None, 0.7)} - {(1, 5, 0.7)} | {
+        (1, gamma, None) for gamma in (4, 8, 16)}
     assert [r["method"] for r in found["rows"][:4]] == [f"K = {k}" for k in (1, 2, 4, 8)]
     assert whole(found["table"])
 

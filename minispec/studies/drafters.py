@@ -2,7 +2,7 @@
 
     tau       the drafters of this target, with chains of five and of eight drafts
     arms      the same for the drafters of other trainings, in folders --drafter/GROUP/NAME
-    chains    SpecDiff with one to eight chains of five drafts, and self-selection
+    chains    SpecDiff with self-selection: by number of chains, their temperature, and drafts of a window
 """
 from itertools import product
 from pathlib import Path
@@ -43,8 +43,14 @@ def arms(args, model, tokenizer):
 
 
 def chains(args, model, tokenizer):
-    """SpecDiff with more and more chains, of which the target's probabilities select one."""
-    drafters = {f"K = {k}": (f"specdiff --k-drafts {k}", args.drafter) for k in (1, 2, 4, 8)}
+    """SpecDiff with K chains of gamma drafts, of which the target's probabilities select one. Several chains
+    are drawn at temperature T_q."""
+    options = {f"K = {k}": f"--k-drafts {k}" for k in (1, 2, 4, 8)}
+    for k in (2, 4, 8):
+        options[f"K = {k}, T_q = 0.7"] = f"--k-drafts {k} --draft-temperature 0.7"
+    for gamma in (4, 8, 16):
+        options[f"K = 1, gamma = {gamma}"] = f"--k {gamma}"
+    drafters = {name: (f"specdiff {more}", args.drafter) for name, more in options.items()}
     return compare("chains", drafters, 2, args, model, tokenizer, "selection")
 
 
