@@ -5,6 +5,8 @@ A correct rule fails a chi-square test of this file with probability 1e-6. Seeds
 by chance.
 """
 
+from functools import cache
+
 import pytest
 import torch
 from conftest import chi_square, refused, seeded
@@ -146,14 +148,18 @@ def test_identical_distributions_accept_everything():
         assert rejection([([1, 2, 3], p[:3])], draft, p, torch.rand(4))[0] == [1, 2, 3]
 
 
+@cache
+def streams_of(rounds):
+    return [stream(seed) for seed in range(rounds)]
+
+
 def coupled(sampling, move=1, rounds=40_000):
     """The p-value of two tokens that the target draws at positions `move` apart, with the noise of many
     seeds; and how often the drafter's first token, drawn with the same noise, is the target's."""
     (p0, p1), (q0, _) = tables(sampling)
-    streams = [stream(seed) for seed in range(rounds)]
 
     def choose(p, position):
-        return scores(p.log(), Sampling(1.0), streams, [position] * rounds).argmax(-1)
+        return scores(p.log(), Sampling(1.0), streams_of(rounds), [position] * rounds).argmax(-1)
 
     first = choose(p0.expand(rounds, V), 9)
     second = choose(p1[first], 9 + move)

@@ -38,7 +38,7 @@ class Admission:
         engine = self.engine
         active = engine.active
         verified = []
-        if self._missing_slots() > engine.cache.free:
+        if self._missing_slots(active) > engine.cache.free:
             # A request must leave, so no verdict may be due. Requests that it finishes make room, too.
             verified = engine.commit()
             engine.retire()
@@ -53,11 +53,13 @@ class Admission:
             active.append(self.paused[-1])
             del self.paused[-1]
         # Waiting requests enter in order: small ones that overtake could keep a large one out for ever.
+        missing = self._missing_slots(active)
         while engine.waiting and not self.paused and len(active) < engine.batch_size:
-            if not self._enter(engine.waiting[0]):
+            if not self._enter(engine.waiting[0], missing):
                 break
             active.append(engine.waiting[0])
             del engine.waiting[0]
+            missing += self._missing_slots(active[-1:])
         return verified
 
     def reach(self, r):
@@ -69,10 +71,10 @@ class Admission:
         blocks lie together, but `reserve` counts the longest answer."""
         return whole_blocks(r.longest) if self.policy == "reserve" else self.reach(r)
 
-    def _missing_slots(self):
-        """Slots that the active requests claim in addition to those they have."""
+    def _missing_slots(self, requests):
+        """Slots that these requests claim in addition to those they have."""
         size = self.engine.cache.size
-        return sum(max(self.claim(r) - size(r.blocks), 0) for r in self.engine.active)
+        return sum(max(self.claim(r) - size(r.blocks), 0) for r in requests)
 
     def _make_room(self, r):
         """Room for the next rows of an active request, at the cost of younger ones. False if it had to
@@ -103,12 +105,13 @@ class Admission:
                 return False
         return True
 
-    def _enter(self, r):
-        """Give a waiting request its first blocks. Returns whether it may enter now."""
+    def _enter(self, r, missing):
+        """Give a waiting request its first blocks, unless they belong to the `missing` slots that the active
+        requests claim. Returns whether it may enter now."""
         cache = self.engine.cache
         scheduler = self.engine.scheduler
         extra = scheduler.extra_slots(r)
-        if self._missing_slots() + self.claim(r) + extra > cache.free:
+        if missing + self.claim(r) + extra > cache.free:
             return False
         # It waits while another request still prefills the beginning that both share.
         n = cache.block
@@ -133,7 +136,7 @@ class Admission:
         cache = self.engine.cache
         extra = self.engine.scheduler.extra_slots(r)
         size = self.reach(r)                             # at least what it had when it left
-        if cache.free < extra + self._missing_slots() + size - cache.size(r.blocks):
+        if cache.free < extra + self._missing_slots(self.engine.active) + size - cache.size(r.blocks):
             return False
         cache.charged += extra
         while r.blocks.host:

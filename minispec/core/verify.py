@@ -98,11 +98,12 @@ def verify(segments, logits):
     them."""
     verdicts = []
     rows = logits.split([len(s.drafts) + 1 for s in segments])
+    tossed = iter(coins([s for s in segments if s.drawn]))
     for s, own, best in zip(segments, rows, choose(segments, rows)):
         sampling = s.request.sampling
         if s.drawn:
             chains = [(path, q and q()) for path, q in s.drawn]
-            verdicts.append(rejection(chains, s.drafts, warp(own, sampling), coins(s)))
+            verdicts.append(rejection(chains, s.drafts, warp(own, sampling), next(tossed)))
             continue
         parents = s.above
         if s.select and s.drafts and sampling.rule == "selection" and sampling.temperature > 0:
@@ -136,11 +137,15 @@ def choose(segments, logits, drafting=False):
     return choices
 
 
-def coins(segment):
-    """Coins (n + 1,) for rejection, different in every round of a request."""
-    n = len(segment.drafts) + 1
-    place = np.arange(n) + (segment.start << 10)         # a round has fewer drafts than that
-    return uniform(stream(segment.request.sampling.seed, COINS), place, 1)[:, 0]
+def coins(segments):
+    """Coins (n + 1,) for rejection of each of `segments`, different in every round of a request."""
+    if not segments:
+        return []
+    sizes = [len(s.drafts) + 1 for s in segments]
+    streams = [stream(s.request.sampling.seed, COINS) for s in segments]
+    # a round has fewer drafts than 1 << 10
+    places = [(s.start << 10) + i for s, n in zip(segments, sizes) for i in range(n)]
+    return uniform(np.repeat(streams, sizes), np.array(places), 1)[:, 0].split(sizes)
 
 
 # -- the rules, for one request ------------------------------------------------------------------------------
