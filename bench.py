@@ -58,7 +58,7 @@ def parse_args():
                    help="a tenth of the work, to see that it runs; not written to results/")
     p.add_argument("--force", action="store_true", help="measure again what has a result already")
     p.add_argument("--pages", action="store_true", help="measure nothing; paste tables into the pages")
-    p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"), metavar="DIR",
+    p.add_argument("--data", default=os.environ.get("MINISPEC_DATA") or None, metavar="DIR",
                    help="folder of real prompt files (default $MINISPEC_DATA)")
     methods.add_arguments(p)
     p.set_defaults(model=None)
@@ -67,6 +67,8 @@ def parse_args():
         raise ValueError(f"unknown study {', '.join(unknown)}; choose from {', '.join(known)}")
     if args.method != "ar":
         raise ValueError("--method is for decode.py; the studies take every method in turn")
+    if args.drafter and not set(args.studies) <= {"arms", "cdlm_ablations"}:
+        raise ValueError("--drafter is for arms and cdlm_ablations; the other studies take the model's own")
     if args.pages and (args.studies or args.quick):
         raise ValueError("--pages measures nothing; it goes without studies and --quick")
     if args.cost:

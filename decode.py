@@ -38,7 +38,7 @@ from minispec.tools.files import write_json, written_to
 from minispec.tools.load import Load
 from minispec.tools.recorder import Recorder, write_page
 from minispec.tools.report import compare, figures, table
-from minispec.tools.script import Parser, check_device, check_writable, named, positive, run_main, visible
+from minispec.tools.script import Parser, check_device, check_writable, positive, run_main, visible
 from minispec.tools.terminal import Lines, Printer, chat, stream
 
 # Built-in problems: a question, and for SpecGen, which is made for batches of long requests, eight questions
@@ -56,7 +56,7 @@ def parse_args(argv=None):
     group = parser.add_argument_group("problems (default: built-in ones)")
     source = group.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="prompt text")
-    source.add_argument("--prompts", type=named, metavar="FILE",
+    source.add_argument("--prompts", metavar="FILE",
                         help="prompt file in the format of GSM8K, MATH-500, AIME, HumanEval, MBPP, MT-bench, "
                              "Spec-Bench or similar")
     source.add_argument("--chat", action="store_true",
@@ -89,8 +89,8 @@ def parse_args(argv=None):
         help="plain decoding of the same problems afterwards: speed-up, and whether the output is identical")
     add("--explain", type=positive, metavar="N",
         help="first N rounds that have drafts: p, q, the target's choice or the coins, verdicts, the cache")
-    add("--html", type=named, metavar="PATH", help="page that shows the run round by round in a browser")
-    add("--json", type=named, metavar="PATH", help="file for the result")
+    add("--html", metavar="PATH", help="page that shows the run round by round in a browser")
+    add("--json", metavar="PATH", help="file for the result")
 
     methods.add_arguments(parser)
     parser.set_defaults(model=None)

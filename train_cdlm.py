@@ -72,6 +72,7 @@ def parse_args():
     add("--weights", type=float, nargs=3, default=[1.0, 0.5, 0.01], metavar=("DISTILL", "CONS", "DLM"),
         help="weights of the student's losses (default 1 0.5 0.01)")
     add("--reverse-kl", action="store_true", help="distillation and consistency by KL(student || goal)")
+    p.set_defaults(examples=None)                        # number of answers, see `answered`
     args = training.parsed(p)
     if os.path.normpath(args.name) in (*OWN_NAMES, "."):
         raise ValueError(f"name must be none of {', '.join(OWN_NAMES)}, got '{args.name}'")
@@ -112,14 +113,15 @@ def answered(args, tokenizer):
             "heldout": read_answers(args, tokenizer, "heldout")}
     if not all(rows.values()):
         raise ValueError(f"{args.answers} lacks answers to prompts of at most {args.prompt_length} tokens")
-    args.prompts = min(args.prompts, len(rows["train"]))
+    args.examples = len(rows["train"])
+    args.prompts = min(args.prompts, args.examples)
     return lambda n, split="train": rows[split][n % len(rows[split])]
 
 
 def read_answers(args, tokenizer, *kinds):
     """Examples of the shards of these kinds. An answer is cut to L slots; one that neither fills them nor
     ends was given up in a loop, and is left out."""
-    examples = []
+    examples = {}                                        # a prompt may be in two shards
     files = [file for kind in kinds for file in Path(args.answers).glob(f"{kind}-*.safetensors")]
     for file in sorted(files):
         with naming(file), opened(file) as tensors:
@@ -128,8 +130,8 @@ def read_answers(args, tokenizer, *kinds):
                 prompt, answer = ids[~learn].tolist(), ids[learn].tolist()[:cdlm.GEN_LENGTH]
                 missing = cdlm.GEN_LENGTH - len(answer)
                 if len(prompt) <= args.prompt_length and (not missing or ids[-1] in tokenizer.ends):
-                    examples.append((prompt, answer + tokenizer.ends[:1] * missing))
-    return examples
+                    examples[tuple(prompt)] = (prompt, answer + tokenizer.ends[:1] * missing)
+    return list(examples.values())
 
 
 def padded(prompts, width=0):
@@ -169,12 +171,14 @@ def with_mask(source, folder):
     """The folder `source`, or a copy of it in `folder` whose vocabulary has a mask token too, embedded as the
     mean of all others."""
     tokenizer, file = Tokenizer.load(source), f"{folder}/tokenizer.json"
+    if not os.path.isdir(source):
+        raise ValueError(f"target must be a Hugging Face folder, got {source}")
     if MASK in tokenizer.special:
         return source
     if os.path.exists(file) and MASK in Tokenizer.load(folder).special:
         return folder
-    if not os.path.isdir(source):
-        raise ValueError(f"target must be a Hugging Face folder, got {source}")
+    if not tokenizer.ends:
+        raise ValueError(f"{source} names no end of text, with which answers are filled up")
     model = checkpoints.load(source)
     mask_id = model.config.vocab_size
     for layer in (model.embed, model.head):
@@ -296,7 +300,7 @@ def main():
         raise ValueError(f"the teacher {args.teacher} has another vocabulary than the target {args.target}")
     example = examples_of(args, tokenizer)
     training.same_settings(args.out, target=checkpoints.fingerprint(checkpoints.load(args.target)),
-                           answers=args.answers, prompt_length=args.prompt_length)
+                           answers=args.answers, examples=args.examples, prompt_length=args.prompt_length)
     teacher = args.teacher or f"{args.out}/teacher"
     trajectories, student = f"{args.out}/trajectories", f"{args.out}/{args.name}"
     if not args.teacher:

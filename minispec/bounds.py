@@ -144,7 +144,8 @@ def least(plain, price, gain):
 
         left[i] = min( plain[i] + left[i + 1],  min over m, j of  price[m, i, j] + left[i + gain[m, i, j]] )
 
-    Exact if the accepted drafts of a round do not depend on where earlier rounds began."""
+    Exact if the accepted drafts of a round do not depend on where earlier rounds began, and a round of j
+    drafts has the first j of a longer round."""
     left = np.zeros(len(plain) + 1)
     for i in range(len(plain) - 1, 0, -1):
         left[i] = min(plain[i] + left[i + 1], (price[:, i] + left[i + gain[:, i]]).min())

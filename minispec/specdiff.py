@@ -467,7 +467,8 @@ class SpecDiffDrafter(CachedDrafter):
         # Merge them to a trie.
         tokens, parents = [], []
         rows = [graft(chain, tokens, parents) for chain in self.draft_head.tokens(drawn).T.tolist()]
-        chains = [list(zip(rows, qs))] if sampling.rejects else []
+        known = sampling.temperature and request.sampling.rejects
+        chains = [list(zip(rows, qs))] if known else []
         return tokens, qs[0], parents, *chains
 
     def _noise(self, request, n, k, sampling):

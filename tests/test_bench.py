@@ -309,8 +309,10 @@ def test_every_batch_size_has_its_best_number_of_drafts(monkeypatch):
 
 
 def test_the_middle_run_is_reported():
+    """Of all methods from the same repeat."""
     a, b, c = (results.Run([], {"verify": seconds}, 1.0, [1.0], None) for seconds in (1.0, 2.0, 3.0))
-    assert run.middle([c, a, b]) is b and run.middle([b, a]) is a
+    assert run.middle({"ar": [c, a, b]}) == {"ar": b} and run.middle({"ar": [b, a]}) == {"ar": a}
+    assert run.middle({"ar": [a, b, c], "ngram": [b, c, a]}) == {"ar": c, "ngram": a}
 
 
 def test_methods_are_compared_in_one_table_of_one_request_at_a_time():
@@ -397,23 +399,28 @@ def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return name.upper()
 
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+
     def study(k, cells="abc"):
-        return results.each_kept("run", methods.settings(quick=False), model, list(zip(cells)), measure, k=k)
+        args = methods.settings(quick=False, drafter=str(drafter))
+        return results.each_kept("run", args, model, list(zip(cells)), measure, k=k)
 
     with pytest.raises(KeyboardInterrupt):
         study(k=1)
     assert study(k=1) == ["A", "B", "C"]
-    assert calls == ["a", "b", "c", "c"] and os.listdir(tmp_path) == ["run.part"]
+    assert calls == ["a", "b", "c", "c"] and sorted(os.listdir(tmp_path)) == ["drafter", "run.part"]
     # The time of all runs, without the cell that was interrupted.
     assert results.read_json(tmp_path / "run.part")["seconds"] == 30
-    # With other settings, or other cells, nothing is taken over.
-    for cells in ("abc", "abd"):
+    # With other settings, other cells or another drafter, nothing is taken over.
+    for cells, weights in (("abc", 0), ("abd", 0), ("abd", 1)):
+        (drafter / f"{weights}.safetensors").touch()
         calls.clear()
         with pytest.raises(KeyboardInterrupt):
             study(2, cells)
         assert calls == list(cells)
     results.write("run", {}, 1.0)
-    assert os.listdir(tmp_path) == ["run.json"]
+    assert sorted(os.listdir(tmp_path)) == ["drafter", "run.json"]
     assert results.read_json(tmp_path / "run.json")["seconds"] == 20
 
 

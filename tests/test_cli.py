@@ -65,12 +65,13 @@ BAD = f"""
 --prompt x --size 9 | --size is for --task
 --prompt x --n 5 | --n is for --task and --prompts
 --speed fast | unrecognized arguments: --speed fast
---prompt x --html '' | argument --html: must be a file or a folder, got nothing
---prompt x --model '' | argument --model: must be a file or a folder, got nothing
---prompts '' | argument --prompts: must be a file or a folder, got nothing
+--prompt x --html '' | argument --html: must not be empty
+--prompt x --model '' | argument --model: must not be empty
+--prompts '' | argument --prompts: must not be empty
 --max-new 5 | unrecognized arguments: --max-new 5
 --seed {1 << 70} | is out of range; allowed is 0 to
 --method adaptive | this measures one: python bench.py profile --model
+--method adaptive --drafter {DRAFT} | --drafter names one of a single method
 --method adaptive --k 33 --cost {ROOT}/results/costs.json | k 33 is out of range
 --method cdlm --drafter nowhere | cannot read nowhere/config.json
 --method cdlm --drafter {TARGET} --threshold 7 | threshold 7.0 is out of range; allowed is 0

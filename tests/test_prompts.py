@@ -53,6 +53,7 @@ ROWS = [    # row, family, beginning of the prompt, answer, right texts, wrong t
     (TRANSLATION, "translation", "Translate\n", "", [], []),
     ({"instruction": "Do.\n", "input": "Guten Tag"}, "prompt", "Do.\n\nGuten Tag\n", "", [], []),
     ({"instruction": "Name a bird.", "input": "", "output": "Owl"}, "prompt", "Name a bird.\n", "", [], []),
+    ({"instruction": "Name a bird.", "text": "Name a bird. Owl"}, "prompt", "Name a bird.\n", "", [], []),
     ({"instruction": "When?", "context": "In 1872."}, "prompt", "When?\n\nIn 1872.\n", "", [], []),
 ]
 

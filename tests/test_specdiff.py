@@ -345,6 +345,16 @@ def test_coupled_chains_begin_with_the_best_tokens():
     assert taus[1] > 1.05 * taus[0]
 
 
+@pytest.mark.parametrize("rule", ["walk", "rejection"])
+def test_lookup_tokens_are_verified_beside_several_greedy_chains(rule):
+    def plan(engine):
+        drafts = SpecDiffDrafter(trained("specdiff"), TARGET, k_drafts=2)
+        return SyncScheduler(engine, drafts, 2 * drafts.gamma, lookup=512)
+
+    repeated = [p * 3 for p in prompts(4)]
+    assert any(s.lookup for s in steps_of(run(plan, repeated, sampling=Sampling(rule=rule))[0]))
+
+
 def test_one_chain_ends_early_and_several_do_not():
     """The default, and what it cuts: the first draft stays, however improbable."""
     drafter = toy_specdiff(reads=True)

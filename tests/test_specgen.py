@@ -224,6 +224,10 @@ def test_a_prompt_reports_how_far_it_is_read():
     engine.on_prefill = seen.append
     engine.generate([Request(PROMPT, 2)])
     assert seen == [32, 32, 26]
+    # The first token is the prefill's, also where one row would be left.
+    seen.clear()
+    (generation,) = engine.generate([Request(PROMPT[:0:-1][:65], 5)])
+    assert seen == [32, 33] and len(generation.rounds) == 4
 
 
 # -- schedule ------------------------------------------------------------------------------------------------

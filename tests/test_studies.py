@@ -286,13 +286,13 @@ def test_tau_is_tokens_per_round_next_to_eagles(monkeypatch, shipped):
     monkeypatch.setattr(drafters, "NEW", 24)
     found = drafters.tau(methods.settings(quick=True, data=None), *shipped)
     rows = found["rows"]
-    assert {r["method"] for r in rows} == {f"{name} --k {k}" for name in methods.TRAINED for k in (5, 8)}
+    assert {r["method"] for r in rows} == {f"k = {k}: {name}" for name in methods.TRAINED for k in (5, 8)}
     for r in rows:
         low, high = r["tau_range"]
-        assert 1 <= low <= r["tau"] <= high <= int(r["method"][-1]) + 1
-        assert r["method"] != "eagle --k 5" or r["ratio"] == 1
+        assert 1 <= low <= r["tau"] <= high <= int(r["method"][4]) + 1
+        assert "eagle" not in r["method"] or r["ratio"] == 1
     assert max(r["tau"] for r in rows if "8" in r["method"]) > 6         # more than five drafts allow
-    assert "| next to eagle --k 5 (95 %) |" in found["table"] and whole(found["table"])
+    assert "| next to the first of its group (95 %) |" in found["table"] and whole(found["table"])
     assert found["short"].count("\n") == 1 + 2 * 6
     own, base = np.array([[20, 10], [60, 10]]), np.array([[10, 10], [30, 10]])
     figures = drafters.figures(own, base)

@@ -487,7 +487,7 @@ nowhere | cannot read nowhere: No such file
 {toy} --prompt-length 400 | exceed the context of 512
 {toy} --name teacher | name must be none of target, teacher, trajectories, got 'teacher'
 {toy} --name ./teacher/ | name must be none of target, teacher, trajectories, got './teacher/'
-{toy} --name '' | name must be none of target, teacher, trajectories, got ''
+{toy} --name '' | argument --name: must not be empty
 {toy} --block-size 5 | argument --block-size: invalid choice: 5
 {toy} --out {trained} --name x --prompts 4 | begun with prompts 3, not 4; use another folder or the same
 {toy} --out {trained} --name x --order first | begun with order surest, not first
@@ -509,14 +509,15 @@ def test_bad_input_is_one_line(args, message, other, toy, trained, tmp_path):
 
 def test_answers_become_examples(tmp_path, monkeypatch):
     """Cut to the slots, or filled up behind an end of text. An answer that was given up in a loop, and one to
-    a long prompt, are left out."""
+    a long prompt, are left out. Shards may have prompts in common."""
     monkeypatch.setattr(cdlm, "GEN_LENGTH", 4)
     texts = [([1, 2], [3, 4, 8]), ([1], [3, 4, 5, 6, 7]), ([1], [3, 4, 5]), ([1, 2, 3], [4, 9])]
     tensors = {}
     for i, (prompt, answer) in enumerate(texts):
         tensors[f"{i}.ids"] = torch.tensor(prompt + answer)
         tensors[f"{i}.learn"] = torch.arange(len(prompt + answer)) >= len(prompt)
-    save_file(tensors, tmp_path / "given-0-4.safetensors")
+    for name in ("given-0-4", "given-0-5"):
+        save_file(tensors, tmp_path / f"{name}.safetensors")
     args = SimpleNamespace(answers=tmp_path, prompt_length=2)
     tokenizer = SimpleNamespace(ends=[9, 8])
     given, train = (train_cdlm.read_answers(args, tokenizer, kind) for kind in ("given", "train"))
@@ -524,10 +525,26 @@ def test_answers_become_examples(tmp_path, monkeypatch):
     assert train == []
 
 
-def test_a_gguf_file_without_a_mask_token_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(train_cdlm.Tokenizer, "load", lambda path: SimpleNamespace(special={}))
+def test_a_target_that_can_get_no_mask_token_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_cdlm.Tokenizer, "load", lambda path: SimpleNamespace(special={}, ends=[]))
     with refused("target must be a Hugging Face folder, got model.gguf"):
         train_cdlm.with_mask("model.gguf", tmp_path)
+    with refused("names no end of text"):
+        train_cdlm.with_mask(str(tmp_path), tmp_path / "target")
+
+
+def test_a_training_with_other_answers_does_not_go_on(other, tmp_path):
+    target, answers = other
+    shutil.copytree(answers, tmp_path / "answers")
+    options = f"--answers {tmp_path}/answers --block-size 4"
+    train(target, tmp_path, options, gen_length=32)
+    (file,) = (tmp_path / "answers").glob("train-*")
+    more = load_file(file)
+    for name, ids in more.items():
+        if name.endswith(".ids"):
+            ids[0] += 1                                  # another prompt
+    save_file(more, tmp_path / "answers" / "train-900-912.safetensors")
+    assert "begun with examples" in train(target, tmp_path, options, gen_length=32, by=refusal)
 
 
 def test_a_tokenizer_without_added_tokens_gets_a_mask(other, tmp_path):

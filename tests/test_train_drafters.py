@@ -497,6 +497,8 @@ prism | --minutes 0 | minutes must be above 0, got 0
 prism | --target nowhere | cannot read nowhere/config.json
 specdiff | --target nowhere | cannot read nowhere/config.json
 prism | --init nowhere | cannot read nowhere/config.json
+prism | --init '' | argument --init: must not be empty
+prism | --prompt-file '' | argument --prompt-file: must not be empty
 specdiff | --init nowhere | cannot read nowhere/config.json
 specdiff | --objective best | invalid choice
 specdiff | --gamma 1 | gamma 1 is out of range; allowed is 2 to 32

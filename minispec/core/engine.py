@@ -165,8 +165,10 @@ class Engine:
             stop = min(start + self.prefill_chunk, end if recorded else last_rows)
             if stop - start > room:
                 stop = start if recorded else start + room         # the recorded rows stay together
-            if stop == start:
+            if stop <= start:
                 continue
+            if stop == end - 1:
+                stop = end                               # one row left would count as prefilled
             room -= stop - start
             keys = FullKeys(self.cache, r.blocks, start, stop - start,
                             record=self.scheduler.record if recorded else None)

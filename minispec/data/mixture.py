@@ -114,25 +114,26 @@ def write(path, rows, rng):
 
 def main():
     p = Parser(__doc__)
-    p.add_argument("--data", type=Path, required=True, help="folder of the data sets")
-    p.add_argument("--out", type=Path, required=True, help="folder to write to")
+    p.add_argument("--data", required=True, help="folder of the data sets")
+    p.add_argument("--out", required=True, help="folder to write to")
     p.add_argument("--seed", type=int, default=0, help="seed of the order and of the passages (default 0)")
     args = p.parse_args()
-    if not args.data.is_dir():
-        raise ValueError(f"there is no folder {args.data}")
-    args.out.mkdir(parents=True, exist_ok=True)
+    data, out = Path(args.data), Path(args.out)
+    if not data.is_dir():
+        raise ValueError(f"there is no folder {data}")
+    out.mkdir(parents=True, exist_ok=True)
     rng = random.Random(args.seed)
     rows = []
     for name in (*SETS, BOOKS):
-        if not (args.data / name).exists():
-            print(f"{args.data / name} is not there and left out")
+        if not (data / name).exists():
+            print(f"{data / name} is not there and left out")
         elif name != BOOKS:
-            with naming(args.data / name):
-                rows += rows_of(args.data, name)
-    for some in (list(functions()), list(passages(args.data / BOOKS, rng))):
+            with naming(data / name):
+                rows += rows_of(data, name)
+    for some in (list(functions()), list(passages(data / BOOKS, rng))):
         rows += rng.sample(some, min(MOST, len(some)))
-    write(args.out / "prompts.jsonl", [(prompt, "") for prompt, _ in rows], rng)
-    write(args.out / "given.jsonl", [row for row in rows if row[1]], rng)
+    write(out / "prompts.jsonl", [(prompt, "") for prompt, _ in rows], rng)
+    write(out / "given.jsonl", [row for row in rows if row[1]], rng)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ PROMPT_FILES = {    # name: (path under the data folder, public source)
 }
 # The categories of MT-bench are one block of Spec-Bench.
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-FIELDS = ("prompt", "question", "problem", "text", "turns", "instruction")       # fields of a prompt
+# Fields of a prompt, in order: `text` of Alpaca's rows holds the answer, too.
+FIELDS = ("prompt", "question", "problem", "instruction", "text", "turns")
 # The shipped text: three chapters of The Princess and the Goblin (George MacDonald, 1872), 4,400 tokens.
 STORY = f"{ROOT}minispec/data/goblin.txt"
 QUESTIONS = (

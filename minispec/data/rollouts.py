@@ -80,7 +80,8 @@ def prompts_of(files, split, own):
     sources = [own if file == OWN else [p.prompt for p in prompts.load_prompts(file)]
                for file in files or [OWN]]
     for text in itertools.chain.from_iterable(itertools.zip_longest(*sources)):
-        if text is not None and tasks.is_heldout(text) == (split == "heldout"):
+        # The prompts of a file end with a newline, and those that the target wrote do not.
+        if text is not None and tasks.is_heldout(text.rstrip("\n") + "\n") == (split == "heldout"):
             yield text
 
 

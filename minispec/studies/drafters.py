@@ -26,7 +26,7 @@ def tau(args, model, tokenizer):
     """The trained drafters of this target."""
     ready = methods.ready(args)
     names = [name for name in sorted(methods.TRAINED) if name in ready]
-    drafters = {f"{name} --k {k}": (f"{name} --k {k}", args.drafter) for k, name in product(LENGTHS, names)}
+    drafters = {f"k = {k}: {name}": (f"{name} --k {k}", args.drafter) for k, name in product(LENGTHS, names)}
     return compare("tau", drafters, 10, args, model, tokenizer)
 
 
@@ -64,7 +64,7 @@ def compare(study, drafters, n, args, model, tokenizer, rule="coupled"):
 
     def measured(temperature, name):
         method, folder = drafters[name]
-        engine = engine_of(method, model, args, 8, drafter=folder, k=DRAFTS)
+        engine = engine_of(method, model, args, 8, drafter=folder, k=args.k or DRAFTS)
         sampling = Sampling(temperature, rule=rule)
         return counts_of(engine, requests_of(problems, tokenizer, model, NEW, sampling))
 

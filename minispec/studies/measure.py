@@ -15,7 +15,9 @@ one k and fits three constants; here batch, drafts and context vary, and the mea
 
 A drafter has a trace if its drafts do not depend on earlier rounds. This holds, up to rounding, for prompt
 lookup, small models, and modules that read the target's hidden states. It does not hold for SpecGen, whose
-selection depends on where the last round ended.
+selection depends on where the last round ended. bounds.py also takes the first j drafts of a trace for those
+of a round of j. They are, except for SpecDiff's, whose slots see each other: only the first slot of a shorter
+window is the same.
 """
 import statistics
 import time
@@ -297,6 +299,7 @@ def traces_of(drafters, model, texts, k_max):
     out = [Trace(id, len(prompt), len(output), {}) for id, (prompt, output) in texts.items()]
     for name, drafter in tqdm(drafters.items(), desc="traces"):
         drafter.min_confidence = 0.0                         # all drafts are verified
+        most = min(k_max, drafter.gamma)
         engine = Forced(model, lambda e: Onlooker(e, drafter, k_max), 16)
         engine.answers = {Request(prompt, len(output)): output for prompt, output in texts.values()}
         noted = engine.scheduler.noted = defaultdict(dict)
@@ -309,8 +312,8 @@ def traces_of(drafters, model, texts, k_max):
                 path, _ = verify_tree(drafts, range(len(drafts)), output[i:i + len(drafts) + 1])
                 accept[i] = len(path) + 1
                 offered[i] = len(drafts)
-            if (accept > k_max).any():
-                trace.censored[name] = accept > k_max
+            if (accept > most).any():
+                trace.censored[name] = accept > most
     return out
 
 

@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -255,13 +256,17 @@ def write(name, result, seconds, device="cpu", dtype=""):
 
 def each_kept(name, args, model, cells, measure, **more):
     """[measure(*cell) for every cell] of a long study. Each finished cell is written to NAME.part. A later
-    run takes it from there if cells, settings, target, dtype, machine and `more` are the same. With --quick
-    no cells are kept."""
+    run takes it from there if cells, settings, trained weights, target, dtype, machine and `more` are the
+    same. With --quick no cells are kept."""
     settings = {k: v for k, v in vars(args).items() if k not in ("studies", "force", "pages")}
+    # A training may have gone on meanwhile.
+    trained = Path(args.drafter or os.path.dirname(methods.folder_of("prism", args)))
+    weights = {str(file): file.stat().st_mtime for file in sorted(trained.rglob("*.safetensors"))}
     about = {
         **more,
         "all_cells": json.loads(json.dumps(cells)),
         "settings": settings,
+        "weights": weights,
         "target": [checkpoints.fingerprint(model), dtype_name(model)],
         "machine": [device_name(args.device), torch.__version__],
     }

@@ -284,19 +284,22 @@ def balanced(ids, n):
     return ids[:max(n - n % workloads, workloads)]
 
 
-def middle(runs):
-    """The run with the median time; of an even number of runs, the faster of the two in the middle."""
-    return sorted(runs, key=lambda run: run.seconds)[(len(runs) - 1) // 2]
+def middle(timed):
+    """{method: run} of the repeat with the median time of all methods together; of an even number of repeats,
+    the faster of the two in the middle. So all methods are compared in the same minutes."""
+    repeats = [dict(zip(timed, runs)) for runs in zip(*timed.values())]
+    repeats.sort(key=lambda repeat: sum(run.seconds for run in repeat.values()))
+    return repeats[(len(repeats) - 1) // 2]
 
 
 def rows_of(timed, about, prices):
     """The result rows of a cell, one for each method. about: entries that all rows get. prices: a cost table,
     or {} if there is none."""
-    plain = middle(timed["ar"])
+    runs = middle(timed)
+    plain = runs["ar"]
     cost = CostTable(prices) if prices else None
     rows = []
-    for name, runs in timed.items():
-        run = middle(runs)
+    for name, run in runs.items():
         plans = [g.rounds for g in run.generations]
         prompts = [len(g.prompt_ids) for g in run.generations]
         steps = sum(plans, [])
@@ -314,7 +317,7 @@ def rows_of(timed, about, prices):
             "speedup": run.tokens / run.seconds * plain.seconds / plain.tokens,
             "decoding": run.decoding_rate / plain.decoding_rate if compared else None,
             "rates": run.rates,
-            "rate_speedup": statistics.mean(run.rates) / statistics.mean(plain.rates),
+            "rate_speedup": statistics.mean(run.rates) / statistics.mean(plain.rates[:len(prompts)]),
             "tau": run.tau,
             "acceptance": sum(s.accepted for s in steps) / proposed if proposed else None,
             "phases": run.phases,

@@ -15,11 +15,12 @@ from minispec.tools import gguf_file
 from minispec.tools.files import naming, opened, read_json, replaced, write_json
 from minispec.tools.hf_config import checked, from_hf_config, to_hf_config, weight_names
 
-OPTIONAL = "chat_template.jinja", "generation_config.json"      # that not every folder has
+OPTIONAL = "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
 
 
 def save(model, folder, tokenizer_of=None):
-    """Write `config.json`, `model.safetensors` and the tokenizer files of the folder `tokenizer_of`."""
+    """Write `config.json`, `model.safetensors` and the tokenizer files of the folder `tokenizer_of`, which may
+    lack those in OPTIONAL."""
     # A parameter of GPT is a stack of several of the format.
     state = model.state_dict()
     tensors = {}
@@ -27,7 +28,7 @@ def save(model, folder, tokenizer_of=None):
         tensors.update(zip(theirs, state[ours].split(rows)))
     write_folder(folder, tensors, to_hf_config(model.config, str(model.dtype).removeprefix("torch.")))
     if tokenizer_of:
-        for name in ("tokenizer.json", "tokenizer_config.json", *OPTIONAL):
+        for name in ("tokenizer.json", *OPTIONAL):
             source = f"{tokenizer_of}/{name}"
             if name not in OPTIONAL or os.path.exists(source):
                 with replaced(f"{folder}/{name}") as temporary:

@@ -19,7 +19,7 @@ from minispec.core.scheduler import SyncScheduler
 from minispec.costs import CostTable, read_costs
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import checkpoints, drafter_files
-from minispec.tools.script import add_device, named, positive
+from minispec.tools.script import add_device, positive
 
 TRAINED = {                                      # methods with a trained drafter: the command that trains it
     "prism": "train_prism.py",
@@ -87,6 +87,8 @@ def self_speculation(model, settings):
 
 def adaptive(model, settings):
     """the drafter with most expected tokens/s, chosen every round"""
+    if settings.drafter:
+        raise ValueError("adaptive takes all drafters of the model; --drafter names one of a single method")
     file = costs_of(settings)
     if not os.path.exists(file):
         raise ValueError(f"there is no cost table {file}; this measures one: python bench.py profile "
@@ -223,14 +225,14 @@ def add_arguments(parser):
     add = parser.add_argument_group("method and model").add_argument
     add("--method", default="ar", metavar="NAME", choices=(*METHODS, *DIFFUSION),
         help="; ".join(f"{name}: {text}" for name, text in about.items()))
-    add("--model", type=named, default=SHIPPED,
+    add("--model", default=SHIPPED,
         help="target: a Hugging Face folder, a GGUF file, or smollm2 (default: smollm2 where it is installed "
              f"and suits, else {SHIPPED})")
     add_device(parser)
     add("--dtype", choices=("float32", "bfloat16"),
         help="dtype of the weights (default: float32 on the CPU, bfloat16 on a GPU; for bench.py also "
              "bfloat16 for a real model on a CPU with bfloat16 products)")
-    add("--drafter", type=named, metavar="DIR",
+    add("--drafter", metavar="DIR",
         help="trained part of the method: a drafter, the small model of draft, the diffusion model of cdlm "
              "and dlm (default checkpoints/NAME, for another model checkpoints/MODEL/NAME)")
 
@@ -247,7 +249,7 @@ def add_arguments(parser):
     add("--prompt-lookup", type=int, dest="lookup", default=0,
         help="draft, prism, eagle, specdiff: tokens per forward copied from the text, shared by the batch, "
              "that are verified next to the drafts (default %(default)s)")
-    add("--cost", type=named, metavar="FILE",
+    add("--cost", metavar="FILE",
         help="cost table of adaptive, made by bench.py profile (default results/costs.json, for another "
              "model results/MODEL/costs.json, on a GPU in its folder gpu)")
 

@@ -29,6 +29,14 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
                          allow_abbrev=False)             # --trace for --traces would be another command
 
+    def parse_args(self, argv=None):
+        args = super().parse_args(argv)
+        for name, value in vars(args).items():
+            values = value if isinstance(value, list) else [value]
+            if name != "prompt" and "" in values:        # of a shell variable that is not set
+                self.error(f"argument --{name.replace('_', '-')}: must not be empty")
+        return args
+
     def error(self, message):
         line = " ".join(message.split())
         self.exit(2, visible(f"{self.prog}: {line}\n"))
@@ -39,13 +47,6 @@ def positive(text):
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
     return int(text)
-
-
-def named(text):
-    """The type of an option that names a file or a folder. A shell variable that is not set gives ""."""
-    if not text:
-        raise argparse.ArgumentTypeError("must be a file or a folder, got nothing")
-    return text
 
 
 def check_writable(path, inputs=()):

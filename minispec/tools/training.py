@@ -36,7 +36,7 @@ from tqdm import tqdm
 import minispec
 from minispec.core.cpu import PACKED_TYPES
 from minispec.tools.files import naming, read_json, replaced, write_json, write_text
-from minispec.tools.script import add_device, named, check_device
+from minispec.tools.script import add_device, check_device
 
 MOST = 10 ** 10             # the largest number that a setting may be
 MAY_BE_ZERO = ("lr", "seed", "minutes", "temperature", "draft_vocab", "markov")
@@ -51,7 +51,7 @@ TRIM = 100                  # steps between two returns of free memory
 def add_arguments(parser, lr, save_every):
     """The settings of every training, with their defaults."""
     add = parser.add_argument
-    add("--out", type=named, required=True, help="folder to write to")
+    add("--out", required=True, help="folder to write to")
     add("--lr", type=float, default=lr, help="peak learning rate" + f" (default {lr})" * bool(lr))
     add("--seed", type=int, default=1337,
         help="random seed: weights, order of the data (default %(default)s)")
@@ -78,8 +78,10 @@ def same_settings(folder, **settings):
     os.makedirs(folder, exist_ok=True)
     file = f"{folder}/settings.json"
     with naming(file):
-        unchanged(read_json(file, settings), settings)
-    write_json(file, settings)
+        old = read_json(file, {})
+        unchanged(old or settings, settings)
+    if old != settings:
+        write_json(file, settings)
 
 
 def unchanged(old, new):
