@@ -277,9 +277,9 @@ class Engine:
         # The cache is kept from stream to stream; it grows with the requests.
         longest = max([r.longest for r in requests], default=0)
         largest = max([whole_blocks(r.longest) + self.scheduler.extra_slots(r) for r in requests], default=0)
-        slots = self.cache_tokens or largest * min(self.batch_size, len(requests))
+        slots = whole_blocks(self.cache_tokens or largest * min(self.batch_size, len(requests)))
         if largest > slots:
-            raise ValueError(f"a cache of {slots} tokens cannot hold a request of {largest}")
+            raise ValueError(f"a cache of {self.cache_tokens} tokens cannot hold a request of {largest}")
         if self.cache is None:
             self.cache = PrefixCache(self.model.config, slots, self.model.dtype, self.model.device,
                                      spare=int(self.fused))
