@@ -67,7 +67,7 @@ def parse_args():
         raise ValueError(f"unknown study {', '.join(unknown)}; choose from {', '.join(known)}")
     if args.method != "ar":
         raise ValueError("--method is for decode.py; the studies take every method in turn")
-    if args.drafter and not set(args.studies) <= {"arms", "cdlm_ablations"}:
+    if args.drafter and not set(args.studies or DEFAULT) <= {"arms", "cdlm_ablations"}:
         raise ValueError("--drafter is for arms and cdlm_ablations; the other studies take the model's own")
     if args.pages and (args.studies or args.quick):
         raise ValueError("--pages measures nothing; it goes without studies and --quick")

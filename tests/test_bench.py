@@ -308,6 +308,11 @@ def test_every_batch_size_has_its_best_number_of_drafts(monkeypatch):
     assert drafts[0] > drafts[2] > drafts[4] > drafts[8] == 1 and drafts == sorted(drafts, reverse=True)
 
 
+def test_a_drafter_is_named_for_the_studies_of_drafters_alone():
+    for studies in ("", "run", "arms tau"):
+        assert "--drafter is for arms and cdlm_ablations" in refusal(bench, f"{studies} --drafter {TARGET}")
+
+
 def test_the_middle_run_is_reported():
     """Of all methods from the same repeat."""
     a, b, c = (results.Run([], {"verify": seconds}, 1.0, [1.0], None) for seconds in (1.0, 2.0, 3.0))

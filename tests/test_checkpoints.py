@@ -172,6 +172,13 @@ def test_damaged_folders_get_one_line(what, change, message, tmp_path):
         checkpoints.load(str(tmp_path))
 
 
+def test_a_folder_that_lacks_optional_files_can_be_saved(tmp_path):
+    folder = save_toy_target(tmp_path)
+    os.remove(f"{folder}/tokenizer_config.json")
+    checkpoints.save(checkpoints.load(folder), tmp_path / "copy", folder)
+    assert sorted(os.listdir(tmp_path / "copy")) == sorted(os.listdir(folder))
+
+
 def test_what_a_config_says_is_off_may_be_there(tmp_path):
     checkpoints.save(toy_model(), tmp_path)
     off = {"use_mrope": False, "attention_bias": False, "use_sliding_window": False, "rope_scaling": None}

@@ -87,6 +87,11 @@ def test_acceptance_is_accepted_over_judged_drafts(dense):
     texts = {"a": (PROMPTS[0], run()[0][0].token_ids)}
     itself = measure.traces_of({"itself": SmallLM(TARGET, TARGET)}, TARGET, texts, K)
     assert measure.acceptance(itself, "itself") == 1
+    # A drafter may make fewer drafts than it is asked for: then its own limit censors.
+    short = SmallLM(TARGET, TARGET)
+    short.depth = short.gamma = 3
+    (t,) = measure.traces_of({"short": short}, TARGET, texts, K)
+    assert t.censored["short"].tolist() == (t.accept["short"] == 4).tolist() and t.censored["short"].any()
     assert 0 < measure.acceptance(dense, "draft") < 1
     t = traces.Trace("a", 5, 6, {"d": [0, 1, 4, 2, 2, 1]}, offered={"d": [0, 0, 3, 1, 4, 0]})
     # Cut at 2 drafts; nothing offered, nothing judged.

@@ -78,9 +78,8 @@ def same_settings(folder, **settings):
     os.makedirs(folder, exist_ok=True)
     file = f"{folder}/settings.json"
     with naming(file):
-        old = read_json(file, {})
-        unchanged(old or settings, settings)
-    if old != settings:
+        unchanged(read_json(file, settings), settings)
+    if not os.path.exists(file):
         write_json(file, settings)
 
 
