@@ -149,7 +149,7 @@ def time_interleaved(names, build, repeats, desc, warm_up=True, see=None):
                 generations, rates = map(list, zip(*answers[name]))
                 if repeat >= 0:
                     tau = summary(generations, engine)["tau"]
-                    runs[name].append(Run(generations, phases(engine), tau, rates, see and see(engine)))
+                    runs[name].append(Run(generations, dict(engine.seconds), tau, rates, see and see(engine)))
                 del engine, waiting[name]
                 gc.collect()                             # an engine and its scheduler hold each other
     return runs
@@ -167,13 +167,6 @@ def answer(engine, requests):
         left[request] = clock()
     entered += sorted(left.values())
     return [(r.generation, len(r.generation.token_ids) / (left[r] - t)) for r, t in zip(requests, entered)]
-
-
-def phases(engine):
-    """{phase: seconds} of all requests of an engine, or of a diffusion model's decoder."""
-    seconds = dict(engine.seconds)
-    sample = sum(i["seconds"]["sample"] for i in getattr(engine, "iterations", ()))
-    return {"sample": sample, "overhead": seconds.pop("other") - sample, **seconds}
 
 
 # -- figures of runs -------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from minispec.tools.files import naming, read_json, write_json
 from minispec.tools.intervals import interval
 from minispec.tools.markdown import table, texts
 
-PHASES = ("prefill", "draft", "verify", "sample", "overhead")
+PHASES = ("prefill", "draft", "verify", "other")
 
 
 # -- sizes of the studies --------------------------------------------------------------------------
