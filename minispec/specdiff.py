@@ -467,8 +467,7 @@ class SpecDiffDrafter(CachedDrafter):
         # Merge them to a trie.
         tokens, parents = [], []
         rows = [graft(chain, tokens, parents) for chain in self.draft_head.tokens(drawn).T.tolist()]
-        known = sampling.temperature and request.sampling.rejects
-        chains = [list(zip(rows, qs))] if known else []
+        chains = [list(zip(rows, qs))] if request.sampling.rejects and sampling.temperature else []
         return tokens, qs[0], parents, *chains
 
     def _noise(self, request, n, k, sampling):

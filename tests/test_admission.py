@@ -295,6 +295,7 @@ def test_an_interrupt_while_a_request_leaves_loses_no_blocks(policy, name, monke
     some = prompts(10)
     engine = Engine(MODEL, SyncScheduler, 6, 300, 16, policy)
     requests = [Request(p, 40) for p in some]
+
     def stopped(self, blocks, *args, real=getattr(PrefixCache, name)):
         if engine.admission.dropped or policy == "offload":       # not while a request ends
             monkeypatch.undo()

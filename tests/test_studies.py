@@ -348,6 +348,10 @@ def test_more_chains_are_drafted_and_one_is_selected(toy, monkeypatch):
         (1, gamma, None) for gamma in (4, 8, 16)}
     assert [r["method"] for r in found["rows"][:4]] == [f"K = {k}" for k in (1, 2, 4, 8)]
     assert whole(found["table"])
+    # --k is the number of drafts of the others.
+    toy[0].k = 3
+    drafters.compare("arms", {"a": ("specdiff", toy[0].drafter)}, 1, *toy, "selection")
+    assert (1, 3, None) in seen
 
 
 def test_a_real_models_greedy_answers_end_before_they_loop(monkeypatch, shipped):

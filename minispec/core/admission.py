@@ -53,7 +53,7 @@ class Admission:
             active.append(self.paused[-1])
             del self.paused[-1]
         # Waiting requests enter in order: small ones that overtake could keep a large one out for ever.
-        missing = self._missing_slots(active)
+        missing = self._missing_slots(active) if engine.waiting else 0
         while engine.waiting and not self.paused and len(active) < engine.batch_size:
             if not self._enter(engine.waiting[0], missing):
                 break

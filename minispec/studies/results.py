@@ -253,7 +253,7 @@ def each_kept(name, args, model, cells, measure, **more):
     same. With --quick no cells are kept."""
     settings = {k: v for k, v in vars(args).items() if k not in ("studies", "force", "pages")}
     # A training may have gone on meanwhile.
-    trained = Path(args.drafter or os.path.dirname(methods.folder_of("prism", args)))
+    trained = Path(args.drafter or methods.kept(f"{ROOT}checkpoints", args.model))
     weights = {str(file): file.stat().st_mtime for file in sorted(trained.rglob("*.safetensors"))}
     about = {
         **more,
