@@ -255,7 +255,7 @@ def train(args, mask_id, example, folder, source, lr, weights, data=None):
                          f"the context of {model.config.block_size}")
     weights = dict(zip(("distill", "cons", "dlm"), weights))
     teacher_head = model.head.weight.detach().clone()    # a student starts as its teacher
-    run = Run(args, folder, model, args.steps, lr if args.lr is None else args.lr, muon=True)
+    run = Run(args, folder, model, args.steps, lr if args.lr is None else args.lr)
     for step in run.steps():
         g = generator_of(args, step)
         blockwise = bool(data) or step < args.steps * BLOCK_WARMUP

@@ -157,7 +157,7 @@ def main():
 
     # 2. The loop. Muon is for the matrices of the blocks, AdamW for embeddings and norms.
     with locked(args.out):
-        run = Run(args, args.out, model, len(plan), args.lr, muon=True)
+        run = Run(args, args.out, model, len(plan), args.lr)
         attend = dense_attend()
         for step in run.steps():
             length, tokens = plan[step]

@@ -159,6 +159,27 @@ def test_distillation_needs_its_teacher(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+def test_muon_is_torchs_in_bf16_and_close_to_it_in_fp32(monkeypatch):
+    shapes = (8, 5), (5, 8), (6, 6)
+    for dtype in (torch.bfloat16, torch.float32):
+        monkeypatch.setattr(training, "fast_dtype", lambda device: dtype)
+        torch.manual_seed(0)
+        ours = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+        theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+        a = training.Muon(ours, {"lr": 0.02, "weight_decay": 0.05})
+        b = torch.optim.Muon(theirs, 0.02, 0.05, adjust_lr_fn="match_rms_adamw")
+        for _ in range(10):
+            for p, q in zip(ours, theirs):
+                p.grad = q.grad = torch.randn_like(p)
+            a.step()
+            b.step()
+        exact = dtype == torch.bfloat16
+        for p, q in zip(ours, theirs):
+            torch.testing.assert_close(p, q, atol=0 if exact else 0.02, rtol=0)
+    ours[0].grad = None
+    a.step()  # a matrix without a gradient keeps its weights
+
+
 def test_without_file_locks_and_triton_everything_imports_and_a_training_runs(tmp_path, monkeypatch):
     """As on Windows: nothing imports fcntl before it is used."""
     monkeypatch.setitem(sys.modules, "fcntl", None)  # an import of it fails

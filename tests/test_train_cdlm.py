@@ -268,7 +268,7 @@ def test_student_learns_the_trajectories_in_a_third_of_the_steps():  # 16
     batch = collected(teacher, requests(prompts, length))
     g = seeded()
     student = toy_model(d_model=64, head_dim=16, d_ff=128, gain=1.0)
-    optimizer = Optimizer(student, muon=True)  # as the script
+    optimizer = Optimizer(student)  # as the script
     for step in range(steps):
         k = cdlm.draw_states(batch["live"], length, B, g)
         cdlm.distillation_loss(student, teacher.head.weight, batch, k, MASK).backward()

@@ -262,8 +262,7 @@ class DrafterRun(training.Run):
         args.recorded_tokens = sum(lengths)
         print(f"{len(lengths)} texts, {args.recorded_tokens:,} tokens, {len(self.plan)} steps")
         super().__init__(args, args.out, model, len(self.plan), args.lr,
-                         muon=training.fast_dtype(args.device) == torch.bfloat16,
-                         minutes=args.minutes and args.minutes / 2)
+                         args.minutes and args.minutes / 2)
 
     def batches(self):
         """(step, its Batch) of the steps that are still missing. tokens: tokens used so far; used: their
