@@ -34,7 +34,7 @@ from minispec.tools.drafter_files import load_drafter, save_drafter
 
 KINDS = {  # script, config, usual arguments, learning rate
     "prism": (train_prism, prism.PrismConfig, "--unroll 3", "2e-2"),
-    "specdiff": (train_specdiff, specdiff.SpecDiffConfig, "--windows 8 --gamma 4", "1e-2"),
+    "specdiff": (train_specdiff, specdiff.SpecDiffConfig, "--windows 8 --gamma 4", "4e-2"),
 }
 both = pytest.mark.parametrize("kind", KINDS)
 pytestmark = pytest.mark.usefixtures("usual_blocks")
