@@ -107,8 +107,8 @@ def measure(names, args):
         os.makedirs(results.FOLDER, exist_ok=True)
 
     for name in names:
-        # Bounds take no time, and their inputs may be new.
-        again = args.force or args.quick or name == "bounds"
+        # Bounds take no time, and their inputs may be new; --drafter has drafters of the user's own.
+        again = args.force or args.quick or args.drafter or name == "bounds"
         if os.path.exists(results.path(name + ".json")) and not again:
             print(f"{name}: already measured (--force measures again)")
             continue

@@ -21,8 +21,8 @@ one (--init). Interrupt it at any time: the same command continues. Writes confi
 log.jsonl, command.txt, and resume.pt with the optimisers' state.
 
 heldout_tau estimates the tokens that a round commits, bonus included. greedy: the drafter's argmax must equal
-the answer's token, in greedy and in sampled answers. point_mass, rejection: chains drawn from the drafter, at
-the answer's temperature.
+the answer's token, in greedy and in sampled answers. point_mass, rejection: chains drawn from the drafter at
+temperature 1; the target has the answer's temperature.
 """
 from dataclasses import replace
 

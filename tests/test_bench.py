@@ -313,6 +313,16 @@ def test_a_drafter_is_named_for_the_studies_of_drafters_alone():
         assert "--drafter is for arms and cdlm_ablations" in refusal(bench, f"{studies} --drafter {TARGET}")
 
 
+def test_results_are_kept_but_those_of_the_users_own_drafters(tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr(results, "FOLDER", str(tmp_path))
+    monkeypatch.setattr(bench, "pages", lambda: [])
+    monkeypatch.setitem(bench.STUDIES, "arms", lambda *_: measured.append("arms") or {"table": ""})
+    for line, n in (("arms", 1), ("arms", 1), ("arms --force", 2), (f"arms --drafter {TARGET}", 3)):
+        outcome(bench, line)
+        assert len(measured) == n
+
+
 def test_the_middle_run_is_reported():
     """Of all methods from the same repeat."""
     a, b, c = (results.Run([], {"verify": seconds}, 1.0, [1.0], None) for seconds in (1.0, 2.0, 3.0))
