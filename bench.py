@@ -113,7 +113,13 @@ def measure(names, args):
             print(f"{name}: already measured (--force measures again)")
             continue
         started = time.perf_counter()
-        result = STUDIES[name](args, model, tokenizer)
+        try:
+            result = STUDIES[name](args, model, tokenizer)
+        except ValueError as e:
+            if "all" not in args.studies:
+                raise
+            print(f"{name} is left out: {visible(str(e))}")
+            continue
         if not args.quick:
             seconds = time.perf_counter() - started
             dtype = "" if name in OWN_DTYPES else results.dtype_name(model)

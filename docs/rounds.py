@@ -23,7 +23,7 @@ import torch  # noqa: E402
 
 import decode  # noqa: E402
 from minispec.data import prompts  # noqa: E402
-from minispec.tools.files import write_text  # noqa: E402
+from minispec.tools.files import replaced, write_text  # noqa: E402
 from minispec.tools.recorder import BINS, write_page  # noqa: E402
 from minispec.tools.script import run_main
 
@@ -115,7 +115,8 @@ def draw_pillars(run, request, path):
     end.set(xlabel="position in the context", xlim=(min(marked.values()) - 50, longest))
     for i, (text, position) in enumerate(marked.items()):
         end.annotate(text, (position, 0.5), (0, 3 + 10 * (i % 2)), textcoords="offset points", fontsize=8)
-    canvas.savefig(path, dpi=120)
+    with replaced(path) as temporary:
+        canvas.savefig(temporary, format="png", dpi=120)
     pyplot.close(canvas)
 
 

@@ -10,7 +10,7 @@ j = 0 and gains one. The first round is at position 1, because the prefill gives
 
     "plain"             plain rounds only
     ("fixed", m, k)     for k = 1 .. k_max: min(k, room, trace.offered[m][i]) drafts of m, a plain round where
-                        room is 0. Without an array trace.offered[m]: min(k, room)
+                        this is 0. Without an array trace.offered[m]: min(k, room)
     ("greedy", g)       the drafter of the group with the largest accept, of equals the first, with
                         min(accept - 1, k_max) drafts; its cost.draft is paid even for 0 drafts
     ("optimum", g)      the fastest rounds of all: plain, or 0 .. k_max drafts of a drafter of the group

@@ -245,7 +245,7 @@ class Answer:
 
     def __post_init__(self):
         self.n_prompt = len(self.request.tokens)
-        self.tokens = self.request.tokens + [self.mask_id] * self.request.max_new_tokens
+        self.tokens = self.request.tokens + [self.mask_id] * self.request.remaining
         self.revealed = []
         self.hidden = []
         self.n_cached = 0
@@ -342,7 +342,7 @@ class Decoder:
         mask). ValueError where a request does not fit the context."""
         check_requests(requests, self.model.config)
         for r in requests:
-            r.state = Answer(r, self.mask_id, self.block_size)
+            r.state, r.blocks = Answer(r, self.mask_id, self.block_size), None
         # A cache for this stream alone, because another one may have been left in the middle.
         n_slots = whole_blocks(max((r.longest for r in requests), default=0))
         n_slots *= min(self.batch_size, len(requests))

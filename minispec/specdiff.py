@@ -55,7 +55,7 @@ from minispec.core import gpt
 from minispec.core.gpt import dense_attend
 from minispec.core.drafters import MIN_CONFIDENCE, CachedDrafter
 from minispec.core.losses import Divergence
-from minispec.core.noise import stream
+from minispec.core.noise import apart, stream
 from minispec.core.requests import MAX_K, MAX_NODES
 from minispec.core.draft_head import DrafterConfig, TrainedDrafter, fusion
 from minispec.core.verify import LEAST_TEMPERATURE, graft, warp
@@ -476,7 +476,7 @@ class SpecDiffDrafter(CachedDrafter):
             return torch.ones(n, k, self.draft_head.size, device=self.target.device)
         lanes = [sampling.lane + chain * (sampling.rule != "coupled") for chain in range(k)]
         streams = np.array([stream(request.sampling.seed, lane) for lane in lanes] * n)
-        slots = len(request.tokens) + np.arange(n).repeat(k)
+        slots = len(request.tokens) + apart(request, sampling.lane) + np.arange(n).repeat(k)
         return self.draft_head.noise(streams, slots).unflatten(0, (n, k))
 
     def _draw(self, request, states, k, sampling):

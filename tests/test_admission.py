@@ -194,6 +194,15 @@ def test_a_common_beginning_is_read_once(name, policy):
     assert engine.cache.used == 0 and engine.admission.shared > 400
 
 
+def test_requests_wait_for_the_shared_blocks_alone():
+    """Not for the rest of the prompt of the request that reads them, and not for one another."""
+    engine = Engine(MODEL, SyncScheduler, 8, prefill_chunk=16)
+    some = [BEGINNING + [i] * 60 for i in range(4)]
+    assert answer(engine, some, 5)[0] == plain(some, 5)
+    assert [i["active"] for i in engine.iterations[:5]] == [1, 1, 1, 4, 4]
+    assert engine.admission.shared == 3 * len(BEGINNING)
+
+
 def test_shared_blocks_are_never_written():
     """While others decode after the same beginning, its keys and values stay as they are, to the bit."""
     engine = Engine(MODEL, SCHEDULERS["specgen"], 4)

@@ -323,6 +323,18 @@ def test_results_are_kept_but_those_of_the_users_own_drafters(tmp_path, monkeypa
         assert len(measured) == n
 
 
+def test_all_leaves_out_studies_that_the_model_has_nothing_for(tmp_path, monkeypatch):
+    def tau(*_):
+        raise ValueError("tau needs trained drafters")
+
+    monkeypatch.setattr(results, "FOLDER", str(tmp_path))
+    monkeypatch.setattr(bench, "pages", lambda: [])
+    monkeypatch.setattr(bench, "STUDIES", {"tau": tau, "rules": lambda *_: {"table": "the rules"}})
+    said = outcome(bench, "all").stdout
+    assert said.splitlines()[-2:] == ["tau is left out: tau needs trained drafters", "the rules"]
+    assert "tau needs trained drafters" in refusal(bench, "tau")
+
+
 def test_the_middle_run_is_reported():
     """Of all methods from the same repeat."""
     a, b, c = (results.Run([], {"verify": seconds}, 1.0, [1.0], None) for seconds in (1.0, 2.0, 3.0))

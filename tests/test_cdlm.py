@@ -351,6 +351,13 @@ def test_a_stream_left_in_the_middle_is_not_in_the_way_of_the_next(model):
     for _ in range(2):  # left open, then closed
         assert ids_of(decoder.generate(requests(length=3 * L))) == want
         stream.close()
+    # A request of the stream that was left goes on, from the tokens that it has, beside another.
+    left, other = requests(length=3 * L)[:2]
+    for r, _ in decoder.stream([left, other]):
+        if len(left.generation.token_ids) > L:
+            break
+    assert ids_of(decoder.generate([left, requests(length=3 * L)[2]]))[1] == want[2]
+    assert len(left.generation.token_ids) == 3 * L
 
 
 def test_counters_are_measured(model, monkeypatch):  # 20

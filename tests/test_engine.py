@@ -14,7 +14,7 @@ import torch
 from conftest import Arbitrary, chi_square, dense_logits, ids_of, prompts, refused, toy_model
 
 from minispec import specgen
-from minispec.core import kv_cache, verify
+from minispec.core import draft_head, kv_cache, verify
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.engine import Engine
 from minispec.core.requests import Request, Segment
@@ -475,6 +475,30 @@ def test_drafts_that_depend_on_rejected_ones_change_no_distribution():
     odd = torch.tensor([r.generation.token_ids[2] % 2 for r in requests])
     want = exact(SMALL, REJECTION).view(64, 4, 2).sum((0, 1))
     assert chi_square(odd.bincount(), want) > 1e-6
+
+
+@pytest.mark.parametrize("name", ["draft, copies", "tiny chain", "specgen"])
+def test_drafts_that_rejection_verifies_have_new_noise_in_every_round(name, monkeypatch):
+    """The drafts of a rejected position decide how many copies are verified, so where the next round begins.
+    If that round drew with the same noise, its drafts would depend on it: a bias of a few per cent."""
+    target = TINY if name in REJECTED else SMALL
+    seen = []
+
+    def noted(streams, positions, *args, real=verify.noise, **kw):
+        seen.extend(zip(map(int, streams), map(int, positions)))
+        return real(streams, positions, *args, **kw)
+
+    for module in (verify, draft_head):
+        monkeypatch.setattr(module, "noise", noted)
+    for rule in ("rejection", "coupled"):
+        seen.clear()
+        engine = make(name, 1, target, SMALL_OTHER)
+        engine.scheduler.drafter.min_confidence = 0.0  # long chains
+        engine.generate(ask([asked(target)] * 4, 20, Sampling(1.0, rule=rule)))
+        targets = [verify.stream(seed) for seed in range(4)]
+        drafts = [x for x in seen if rule == "coupled" or x[0] not in targets]
+        assert len(drafts) > 20
+        assert (len(set(drafts)) == len(drafts)) == (rule == "rejection")
 
 
 def argmax_drafts(self, streams, positions):

@@ -8,7 +8,9 @@ import itertools
 import json
 import math
 import os
+import shutil
 import subprocess
+import time
 from unittest import mock
 
 import pytest
@@ -106,6 +108,7 @@ OTHER = """
 --lr 1e-2 | lr 0.004, not 0.01
 --seed 7 | seed 1337, not 7
 --tokens 1800 | tokens 900.0, not 1800.0
+--tokens 100 | tokens 900.0, not 100.0
 --arm ttt1 | arm prism2, not ttt1
 --batch-tokens 300 | batch_tokens 200, not 300
 --draft-vocab 50 | draft_vocab 4000, not 50
@@ -429,6 +432,17 @@ def qwen3(tmp_path_factory):
     return folder
 
 
+def test_prompts_keep_the_date_of_their_folder(qwen3, tmp_path):
+    """Templates of Llama 3 name today's date, and a training goes on the next day."""
+    shutil.copytree(qwen3, tmp_path / "target")
+    dated = "{{ strftime_now('%H:%M:%S') }} " + CHAT
+    (tmp_path / "target" / "tokenizer_config.json").write_text(json.dumps({"chat_template": dated}))
+    prompts = write_rows(tmp_path / "p.jsonl", [{"prompt": str(i)} for i in range(40)])
+    record(tmp_path, tmp_path / "r", prompts, 4)
+    time.sleep(1.1)
+    record(tmp_path, tmp_path / "r", prompts, 4)  # else: it holds other texts
+
+
 @pytest.fixture
 def short_turns(monkeypatch):
     monkeypatch.setattr(magpie, "TURNS", 48)
@@ -479,8 +493,11 @@ def test_prompts_that_the_target_writes(qwen3, short_turns, monkeypatch, tmp_pat
     assert first(tmp_path, 8) == some
     (tmp_path / "more").mkdir()
     assert first(tmp_path / "more", 1) == ["Hi, you!"]
+    assert first(tmp_path / "more", 2) == ["Hi, you!"]  # the next shard has no new one
+    (tmp_path / "none").mkdir()
+    monkeypatch.setattr(magpie, "_write", lambda *args: [""])
     with refused("of 48 turns that the target wrote for a user none is a new prompt"):
-        first(tmp_path / "more", 2)
+        first(tmp_path / "none", 1)
     tokenizer.chat_template = TEXT_ALONE
     with refused("no chat template, so the model cannot write prompts; give some"):
         magpie.opening(tokenizer)

@@ -15,6 +15,8 @@ comes back first, so the requests on the host are a stack, and service is in ord
 before the verdict on its last verification (delayed verification), because the verdict determines how much of
 its cache is valid. The cache hands out whole blocks (kv_cache.py), so all sizes are multiples of a block.
 """
+import os
+
 from minispec.core.kv_cache import Allocation, whole_blocks
 
 POLICIES = ("reserve", "preempt", "offload")
@@ -113,14 +115,14 @@ class Admission:
         extra = scheduler.extra_slots(r)
         if missing + self.claim(r) + extra > cache.free:
             return False
-        # It waits while another request still prefills the beginning that both share.
-        n = cache.block
-        if scheduler.shares and len(r.tokens) > n:
-            prefilling = [other for other in self.engine.active if not other.is_prefilled]
-            if any(other.tokens[:n] == r.tokens[:n] for other in prefilling):
-                return False
+        # It waits while another request still prefills blocks that both share.
+        for other in self.engine.active if scheduler.shares else []:
+            if not other.is_prefilled:
+                common = len(os.path.commonprefix([other.tokens, r.tokens]))
+                if other.n_cached < common // cache.block * cache.block:
+                    return False
         r.blocks = Allocation()
-        if scheduler.shares and not r.n_cached:
+        if scheduler.shares:
             # The last rows are always prefilled: they give the first token, and the recorded scores. At least
             # two, because a request with one row left counts as prefilled, and would draft at once.
             known = len(r.tokens) - max(scheduler.record_prompt, 2)

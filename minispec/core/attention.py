@@ -21,6 +21,7 @@ new rows included.
 """
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -139,6 +140,13 @@ def additive(sees, cache):
     return torch.cat([mask] * cache.group, -2)
 
 
+def whole_text(read_cache, layer, q):
+    """Causal attention of the rows of a text from its beginning."""
+    k, v = (x[None] for x in read_cache(layer))
+    q = q.transpose(0, 1)[None]                          # (1, heads, n, D)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+
 class OneRequest:
     """Attention of one request's rows over all of its keys: a prompt, or a request alone."""
 
@@ -147,6 +155,9 @@ class OneRequest:
         cache = keys.cache
         read_cache = cache.reader(keys.blocks, keys.length)
         by_products = keys.record or cpu.products_are_faster(cache.k, keys.n <= FEW, keys.length)
+        # A text from its beginning needs no mask, which would have n x n elements.
+        if keys.start == 0 and keys.tail is None and not by_products:
+            return writer(members), partial(whole_text, read_cache)
         sees = keys.sees()
         newest = sees.shape[1]
         mask = None if sees.all() else additive(sees, cache)                   # (g * n, newest)

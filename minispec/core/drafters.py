@@ -20,7 +20,7 @@ import torch
 from minispec.core.attention import FullKeys
 from minispec.core.kv_cache import Allocation, KVCache
 from minispec.core.requests import MAX_K, Segment, pack
-from minispec.core.noise import stream
+from minispec.core.noise import apart, stream
 from minispec.core.verify import graft, warp
 from minispec.core.draft_head import DraftHead
 
@@ -164,7 +164,7 @@ class ChainDrafter(CachedDrafter):
                 "ends": [s.start + len(s.tokens) for s in segments],
                 # its stream of noise, and the position of its first draft
                 "streams": [stream(r.sampling.seed, settings.lane) for r in some],
-                "at": [len(r.tokens) for r in some],
+                "at": [len(r.tokens) + apart(r, settings.lane) for r in some],
                 # a table, because a CUDA graph would freeze a number
                 "min_confidence": [self.min_confidence] * len(some),
             }

@@ -183,8 +183,7 @@ class Engine:
             s.request.n_cached += n
             if self.scheduler.drafter.uses_hidden_states:
                 self.scheduler.drafter.observe(s.request, s.features)
-            if s.request.is_prefilled:
-                self.admission.remember(s.request)
+            self.admission.remember(s.request)
             if self.on_prefill:
                 self.on_prefill(n)
 

@@ -54,7 +54,7 @@ class KVCache:
         self.group = config.n_head // config.n_kv_head   # g, query heads that share a key head
         self.free_blocks = list(range(self.n_blocks))
         self.charged = 0
-        self.offloaded = 0                               # tokens copied so far
+        self.offloaded = 0                               # tokens copied so far, in whole blocks
         self.side = torch.cuda.Stream(self.kv.device) if self.kv.is_cuda else None
 
     @property

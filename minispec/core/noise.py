@@ -39,6 +39,12 @@ def stream(seed, lane=TARGET):
     return mix(mix(np.array([seed]) + APART) + lane).item()
 
 
+def apart(request, lane):
+    """Added to the positions of a round's drafts. The number of drafts that a round verifies, and SpecGen's q,
+    may depend on drafts that were rejected. So drafts that rejection verifies have new noise in every round."""
+    return 0 if lane == TARGET else request.n_cached << 32
+
+
 @cache
 def token_keys(vocab_size, device):
     return torch.as_tensor(mix(np.arange(vocab_size) - APART) & LOW, dtype=torch.int32, device=device)

@@ -20,7 +20,7 @@ seed, position and token (noise.py). So a seed has one text, for every method, b
 Sampling.rule determines, above temperature 0, how drafts are drawn and which rule verifies them:
 
     coupled     drafts are the largest of q / e, with the target's own noise; the walk
-    point-mass  drafts are the most likely tokens of q; the walk
+    point-mass  drafts are the most likely tokens of q (several chains of SpecDiff-2 are drawn); the walk
     walk        drafts are drawn from q with other noise; the walk (of K chains: SpecDiff-2 2511.00606)
     selection   the same, but of SpecDiff-2's trees only the path is walked that its `best_path` selects
     rejection   drafts are drawn from q with other noise, and rejection verifies them. The walk verifies
@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from minispec.core.noise import COINS, OWN, TARGET, noise, stream, uniform
+from minispec.core.noise import COINS, OWN, TARGET, apart, noise, stream, uniform
 
 RULES = ("coupled", "rejection", "point-mass", "selection", "walk")
 LEAST_TEMPERATURE = 1e-3        # below it logits / temperature may overflow
@@ -99,7 +99,9 @@ def verify(segments, logits):
     verdicts = []
     rows = logits.split([len(s.drafts) + 1 for s in segments])
     tossed = iter(coins([s for s in segments if s.drawn]))
-    for s, own, best in zip(segments, rows, choose(segments, rows)):
+    walked = [(s, own) for s, own in zip(segments, rows) if not s.drawn]
+    chosen = iter(choose(*zip(*walked)) if walked else [])
+    for s, own in zip(segments, rows):
         sampling = s.request.sampling
         if s.drawn:
             chains = [(path, q and q()) for path, q in s.drawn]
@@ -109,7 +111,7 @@ def verify(segments, logits):
         if s.select and s.drafts and sampling.rule == "selection" and sampling.temperature > 0:
             kept = s.select(s.drafts, parents, warp(own, sampling))
             parents = [parent if row in kept else None for row, parent in enumerate(parents, 1)]
-        verdicts.append(verify_tree(s.drafts, parents, best))
+        verdicts.append(verify_tree(s.drafts, parents, next(chosen)))
     return verdicts
 
 
@@ -126,9 +128,8 @@ def choose(segments, logits, drafting=False):
         for i in group:
             s, n = segments[i], len(logits[i])
             streams += [stream(s.request.sampling.seed, sampling.lane if drafting else TARGET)] * n
-            # SpecGen's q depends on rejected drafts of earlier rounds, so each round has noise of its own.
-            apart = s.request.n_cached << 32 if drafting and sampling.lane != TARGET else 0
-            positions += [position + 1 + apart for position in s.positions[-n:]]
+            more = apart(s.request, sampling.lane) if drafting else 0
+            positions += [position + 1 + more for position in s.positions[-n:]]
         rows = torch.cat([logits[i] for i in group])
         best = scores(rows, sampling, streams, positions).argmax(-1).tolist()
         for i in group:

@@ -32,8 +32,9 @@ def opening(tokenizer):
 
 
 def written(target, tokenizer, folder):
-    """The target's prompts, one by one and without end: from the shards of `folder`, else written now. Turns
-    that do not end, are empty or repeat an earlier one are left out. ValueError where no turn ever ends."""
+    """The target's prompts, one by one: from the shards of `folder`, else written now, until a shard has no
+    new one. Turns that do not end, are empty or repeat an earlier one are left out. ValueError where there is
+    none at all."""
     seen = {""}
     engine = Engine(target, SyncScheduler, TOGETHER)
     for shard in itertools.count():
@@ -41,6 +42,8 @@ def written(target, tokenizer, folder):
         if not os.path.exists(file):
             write_json(file, _write(engine, tokenizer, range(shard * TURNS, (shard + 1) * TURNS)))
         new = [text for text in dict.fromkeys(read_json(file)) if text not in seen]
+        if not new and shard:
+            return
         if not new:
             raise ValueError(f"of {TURNS} turns that the target wrote for a user none is a new prompt; "
                              "give some with --prompt-file")

@@ -69,8 +69,9 @@ def rows_of(data, name):
 
 def functions():
     """(signature and docstring, the whole function) of the standard library's functions."""
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
-        if {"test", "tests", "site-packages", "idlelib", "lib2to3"} & set(path.parts):
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(stdlib.rglob("*.py")):
+        if {"test", "tests", "site-packages", "idlelib", "lib2to3"} & set(path.relative_to(stdlib).parts):
             continue
         text = path.read_text("utf-8", "replace")
         for f in ast.walk(ast.parse(text)):
@@ -88,7 +89,9 @@ def passages(folder, rng):
     for path in sorted(folder.glob("*.txt")):
         if any(name in path.name for name in HELD_OUT):
             continue
-        paragraphs = [p for p in path.read_text("utf-8").split("\n\n") if len(p) > 80]
+        with naming(path):
+            text = path.read_text("utf-8")
+        paragraphs = [p for p in text.split("\n\n") if len(p) > 80]
         while paragraphs:
             size, text = rng.randint(500, 1600), ""
             while paragraphs and len(text) + len(paragraphs[0]) < size:

@@ -117,7 +117,7 @@ def problem_of(row):
         answer = answer if "\n#### " in str(answer) else ""
     elif "problem" in row:
         family = "math"
-        answer = row.get("answer", boxed(row.get("solution", "")) or "")
+        answer = row["answer"] if "answer" in row else boxed(row.get("solution", "")) or ""
         if "\\boxed" not in prompt:
             prompt += "\n" + BOXED
     elif about := row.get("input") or row.get("context"):

@@ -64,6 +64,7 @@ class Tokenizer:
     answer, or None. bos_first, add_bos: without a template, a text begins with bos if one of them is true.
     """
     file = "tokenizer"                                           # source of the template, for errors
+    now = None                                                   # a template's date, if not today
 
     def __init__(self, ranks, added, pattern, form=None, bos_first=False, chat_template=None, bos="",
                  eos="", ends=(), add_bos=False):
@@ -147,7 +148,8 @@ class Tokenizer:
         try:
             rendered = _compiled(self.chat_template).render(
                 messages=said, tools=None, documents=None, add_generation_prompt=True,
-                bos_token=self.bos, eos_token=self.eos)
+                bos_token=self.bos, eos_token=self.eos,
+                strftime_now=lambda form: time.strftime(form, self.now or time.localtime()))
         except Exception as e:                                   # a template may raise anything
             line = f"{type(e).__name__}: {e}".translate(self.shown).splitlines()[0]
             raise ValueError(f"{self.file}: the chat template does not render ({line})") from None
@@ -319,10 +321,9 @@ def _compiled(template):
 
     # A {% generation %} block marks the answer for training code; here it becomes a block without a meaning.
     template = re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template)
-    # The settings, the filter and the two functions that chat templates expect.
+    # The settings, the filter and the function that chat templates expect.
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     env.globals["raise_exception"] = refuse
-    env.globals["strftime_now"] = time.strftime
     return env.from_string(template)

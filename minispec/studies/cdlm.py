@@ -3,6 +3,7 @@
 
 All decoders answer the same held-out problems, whose answers fit into the slots. A step of a request is a
 forward in which it took part, at any batch size; of `ar` and `prism`, the forwards after the prompt's."""
+import re
 import statistics
 from pathlib import Path
 
@@ -90,7 +91,10 @@ def decoder_of(name, settings, models, args, tokenizer, batch):
 
 
 def held_out(tokenizer, n):
-    """n problems of each family whose answers fit into the slots."""
+    """n problems of each family whose answers fit into the slots. ValueError for a real model."""
+    if not tokenizer.is_puzzle_model:
+        raise ValueError("diffusion models are compared on puzzles, whose answers are checked; this model is "
+                         "no puzzle model")
     return [tasks.fitting(tokenizer, family, FIRST + i, "heldout", cdlm.GEN_LENGTH)[0]
             for i in range(n) for family in tasks.FAMILIES]
 
@@ -188,7 +192,7 @@ def cdlm_ablations(args, model, tokenizer):
     arms = {}
     for log in sorted(Path(args.drafter).glob("*/*/log.jsonl")) if args.drafter else []:
         folder = log.parent
-        arms.setdefault((folder.parent.name, folder.name.split("-")[0]), []).append(folder)
+        arms.setdefault((folder.parent.name, re.sub(r"-\d+$", "", folder.name)), []).append(folder)
     if not arms:
         raise ValueError("cdlm_ablations needs --drafter DIR, a folder of groups of students that "
                          "train_cdlm.py wrote: DIR/GROUP/NAME")

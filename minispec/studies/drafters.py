@@ -26,7 +26,8 @@ def tau(args, model, tokenizer):
     """The trained drafters of this target."""
     ready = methods.ready(args)
     names = [name for name in sorted(methods.TRAINED) if name in ready]
-    drafters = {f"k = {k}: {name}": (f"{name} --k {k}", args.drafter) for k, name in product(LENGTHS, names)}
+    drafters = {f"k = {k}: {name}": (f"{name} --k {k}", None)
+                for k, name in product([args.k] if args.k else LENGTHS, names)}
     return compare("tau", drafters, 10, args, model, tokenizer)
 
 
@@ -50,7 +51,7 @@ def chains(args, model, tokenizer):
         options[f"K = {k}, T_q = 0.7"] = f"--k-drafts {k} --draft-temperature 0.7"
     for gamma in (4, 8, 16):
         options[f"K = 1, gamma = {gamma}"] = f"--k {gamma}"
-    drafters = {name: (f"specdiff {more}", args.drafter) for name, more in options.items()}
+    drafters = {name: (f"specdiff {more}", None) for name, more in options.items()}
     return compare("chains", drafters, 2, args, model, tokenizer, "selection")
 
 

@@ -232,7 +232,8 @@ def write(name, result, seconds, device="cpu", dtype=""):
     """Write NAME.json, with the command, machine and date of the measurement, and remove NAME.part."""
     part = path(name + ".part")
     if os.path.exists(part):
-        seconds = read_json(part)["seconds"]     # of all runs, if the study was interrupted
+        # Of all runs, if the study was interrupted.
+        seconds = max(seconds, read_json(part)["seconds"])
     measured = {"device": device_name(device), "dtype": dtype, "torch": torch.__version__}
     # The inputs of `bounds` may have been measured elsewhere.
     measured |= {key: x for key, x in result.get("about", {}).items() if key in measured}

@@ -139,10 +139,10 @@ def trace(args, model, tokenizer):
         traces.write_traces(results.path("traces.jsonl"), some)
     rows = []
     for workload, own in ladder_of.by_workload(some).items():
-        for name in drafters:
+        for name, drafter in drafters.items():
             gains = np.concatenate([t.accept[name][1:] for t in own])
-            rows.append({"workload": workload, "drafter": name, "positions": len(gains), "k": how.deepest,
-                         "gain": float(gains.mean()), "censored": ladder_of.censored_share(own, [name])})
+            rows.append({"workload": workload, "drafter": name, "positions": len(gains),
+                         "k": min(how.deepest, drafter.gamma), "gain": float(gains.mean()), "censored": ladder_of.censored_share(own, [name])})
     return {"rows": rows, "table": table(rows, TRACE)}
 
 
@@ -207,7 +207,7 @@ def speed(args, model, tokenizer):
     lines = methods_table(rows)
     found = {"new_tokens": how.new, "rows": rows, "table": texts(lines) + cut,
              "means": {line["method"]: line[MEAN] for line in lines},
-             "short": texts(short(lines), SHORT) + cut}
+             "short": texts(short(lines, args), SHORT) + cut}
     if whole:
         found["loops"] = texts(loops_table(rows))
     return found
@@ -374,11 +374,13 @@ def methods_table(rows):
     return lines
 
 
-def short(lines):
-    """The lines of a real model with the puzzle model's means, if these were measured; the best mean of the
-    papers' methods is bold."""
-    file = f"{ROOT}results/speed.json"
-    small = read_json(file)["result"]["means"] if os.path.exists(file) else {}
+def short(lines, args):
+    """The lines of a real model with the puzzle model's means, if these were measured on such a device; the
+    best mean of the papers' methods is bold."""
+    of_small = methods.settings(model=methods.SHIPPED, device=args.device)
+    file = f"{methods.results_of(of_small, ROOT + 'results')}/speed.json"
+    with naming(file):
+        small = read_json(file)["result"]["means"] if os.path.exists(file) else {}
     mean = lambda line: float(line[MEAN].split()[0])
     best = max((line for line in lines if line["method"].split()[0] in PAPERS), key=mean, default=None)
     return [{**line, SMALL_MODEL: small.get(line["method"], ""),

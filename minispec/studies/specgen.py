@@ -91,7 +91,7 @@ class Resumed(Admission):
 
 def resumed(name, model, args, batch, kept, **changes):
     """An engine whose requests enter with the kept keys and values of their prompts."""
-    engine = engine_of(name, model, args, batch, **changes)
+    engine = engine_of(name, model, args, batch, k=None, **changes)      # K drafts of SpecGen
     engine.admission = Resumed(engine, engine.admission.policy)
     engine.admission.kept = kept
     return engine
@@ -133,6 +133,7 @@ def serving(args, model, tokenizer):
     SpecGen's speed-up computed from three timings without its schedule: a plain step, its attention and a
     verification."""
     longest = 7000 if tokenizer.is_puzzle_model or args.data else 4000                    # of the texts
+    longest = min(longest, model.config.block_size - NEW)
     cells = [(1000, 2, 0, TEMPERATURE)] if args.quick else [cell for cell in CELLS if cell[0] <= longest]
     fitting = suitable(args, model, (WINDOW, PILLAR))
     names = ["ar", *(name for name in ("ngram", "eagle", WINDOW, PILLAR, "specgen") if name in fitting)]
@@ -218,6 +219,7 @@ def scheduler(args, model, tokenizer):
     lengths, with a cache of half the slots that they need. The length of an answer is not known in advance,
     so `reserve` keeps room for the longest request for each of them."""
     shortest, longest = (tokens // (10 if args.quick else 1) for tokens in LENGTHS)
+    longest = min(longest, model.config.block_size - MORE)
     lengths = [shortest + i * (longest - shortest) // (REQUESTS - 1) for i in range(REQUESTS)]
     random.Random(0).shuffle(lengths)
     ids = [text(i, length, tokenizer, args.data) for i, length in enumerate(lengths)]

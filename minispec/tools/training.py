@@ -198,6 +198,7 @@ class Run:
     minutes: float = None             # of all steps; None: no limit
     step = 0                          # the one at work; before the first one, how many earlier runs did
     last = False                      # whether it is the last one, because of its number or the time
+    finished = False                  # whether an earlier run did its last step
 
     def __post_init__(self):
         self.optimizer = Optimizer(self.model)
@@ -215,13 +216,14 @@ class Run:
 
     @property
     def complete(self):
-        return self.step and (self.step >= self.n_steps or self.progress(0) >= 1)
+        return self.finished and (self.step >= self.n_steps or self.progress(0) >= 1)
 
     def _resume(self):
         if zipfile.ZipFile(self.resume_file).testzip():        # torch.load does not look at the check sums
             raise ValueError("a check sum is wrong")
         saved = torch.load(self.resume_file, map_location="cpu", weights_only=True)      # nothing but tensors
         self.step, self.log = saved["step"], saved["log"]
+        self.finished = saved.get("finished", True)            # files of earlier code do not say
         self.started -= saved["seconds"]
         if not self.complete:
             settings = {k: v for k, v in vars(self.args).items() if k not in INDIFFERENT}
@@ -282,12 +284,12 @@ class Run:
         means = {}
         for name in self.recent[-1]:
             means[name] = round(statistics.fmean(values[name] for values in self.recent), 5)
-        seconds = round(time.time() - self.started)
-        record = {"step": self.step + 1, **means, **results, "seconds": seconds}
+        seconds = time.time() - self.started
+        record = {"step": self.step + 1, **means, **results, "seconds": round(seconds)}
         self.log += json.dumps(record) + "\n"
         write_text(f"{self.folder}/log.jsonl", self.log)
-        state = {"step": self.step + 1, "seconds": seconds, "log": self.log, "model": self.model.state_dict(),
-                 "settings": vars(self.args),
+        state = {"step": self.step + 1, "seconds": seconds, "finished": self.last, "log": self.log,
+                 "model": self.model.state_dict(), "settings": vars(self.args),
                  "optimizers": [part.state_dict() for part in self.optimizer.parts]}
         with replaced(self.resume_file) as temporary, open(temporary, "wb") as file:
             torch.save(state, file)
