@@ -461,8 +461,10 @@ def test_the_short_table_has_both_models_and_marks_the_best_of_the_papers(tmp_pa
         prism --tree 8 | 1.70 (1-2) | **1.70 (1-2)** |
         ngram          | 1.40 (1-2) | 1.40 (1-2)     |
     """)
-    found = run.short([{"method": name, run.MEAN: mean} for name, mean, *_ in rows])
+    lines = [{"method": name, run.MEAN: mean} for name, mean, *_ in rows]
+    found = run.short(lines, methods.settings(device="cpu"))
     assert [[x[run.MEAN], x[run.SMALL_MODEL]] for x in found] == [want for _, _, *want in rows]
+    assert not any(x[run.SMALL_MODEL] for x in run.short(lines, methods.settings(device="cuda")))
 
 
 def test_loops_are_compared_on_the_same_prompts():

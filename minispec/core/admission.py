@@ -122,7 +122,7 @@ class Admission:
                 if other.n_cached < common // cache.block * cache.block:
                     return False
         r.blocks = Allocation()
-        if scheduler.shares:
+        if scheduler.shares and not r.n_cached:          # measurements begin with a cache that counts as read
             # The last rows are always prefilled: they give the first token, and the recorded scores. At least
             # two, because a request with one row left counts as prefilled, and would draft at once.
             known = len(r.tokens) - max(scheduler.record_prompt, 2)
