@@ -33,7 +33,7 @@ from minispec.studies.run import bounds, profile, run, speed, trace
 from minispec.studies.specgen import scheduler, serving
 from minispec.tools import checkpoints, gguf_file, methods
 from minispec.tools.files import naming, read_json, write_text
-from minispec.tools.script import Parser, check_device, run_main, visible
+from minispec.tools.script import Parser, check_device, check_writable, run_main, visible
 from minispec.tools.training import fast_dtype
 
 # A study is a function (settings, target, tokenizer) -> its result; see studies/results.py.
@@ -44,6 +44,7 @@ STUDIES = {study.__name__: study for study in (
 ALL = list(STUDIES)[:-2]                # the last two need a folder of trained models
 DEFAULT = ("profile", "trace", "run", "bounds")
 OWN_DTYPES = ("bounds", "lossless", "cdlm_accuracy", "cdlm_curves", "cdlm_speed", "cdlm_ablations")
+VARIED = ("lookup", "tree", "k_drafts", "select", "schedule", "delayed", "admission")
 MARKS = r"<!-- table (?:(\w+)/)?(\w+) ?(\w*) -->\n.*?<!-- end -->"  # model, study, which of its tables
 
 
@@ -69,6 +70,9 @@ def parse_args():
         raise ValueError("--method is for decode.py; the studies take every method in turn")
     if args.drafter and not set(args.studies or DEFAULT) <= {"arms", "cdlm_ablations"}:
         raise ValueError("--drafter is for arms and cdlm_ablations; the other studies take the model's own")
+    for name, option in methods.given(args).items():
+        if name in VARIED:
+            raise ValueError(f"{option} is for decode.py; the studies vary it themselves")
     if args.pages and (args.studies or args.quick):
         raise ValueError("--pages measures nothing; it goes without studies and --quick")
     if args.cost:
@@ -103,8 +107,11 @@ def measure(names, args):
         small = tokenizer.is_puzzle_model and args.device == "cpu"
         usual = torch.float32 if small else fast_dtype(args.device)
         model = checkpoints.load(args.model, args.device, getattr(torch, args.dtype) if args.dtype else usual)
+        if args.data:
+            results.problems_of(tokenizer, 1, args.data)         # ValueError before the work
     if not args.quick:
         os.makedirs(results.FOLDER, exist_ok=True)
+        check_writable(results.path(f"{names[0]}.json"))
 
     for name in names:
         # Bounds take no time, and their inputs may be new; --drafter has drafters of the user's own.

@@ -71,7 +71,7 @@ def parse_args(argv=None):
     add("--batch", type=positive,
         help="requests decoded together (default 1; 8 for specgen's built-in questions)")
     add("--max-new-tokens", type=positive,
-        help="limit of an answer in tokens (default: twice a known solution's length; cdlm and dlm "
+        help="limit of an answer in tokens (default: twice the length of a puzzle's solution; cdlm and dlm "
              f"{cdlm.GEN_LENGTH}; built-in questions {ANSWER}, those of specgen {STORY_ANSWER}; else "
              f"{UNKNOWN})")
     add("--temperature", type=float,
@@ -108,7 +108,7 @@ def parse_args(argv=None):
 def default_model(args):
     """SmolLM2 if it is installed, the method is ready for it and no argument belongs to the puzzle model."""
     args.model = gguf_file.SMOLLM2
-    suits = args.method in ("ar", *methods.ready(args))
+    suits = args.method in ("ar", "adaptive", *methods.ready(args))
     if suits and not (args.task or args.drafter or args.cost):
         if gguf_file.packaged():
             return args.model
@@ -132,6 +132,14 @@ def check(args):
         raise ValueError("--n is for --task and --prompts")
     if args.compare and (args.explain or args.html):
         raise ValueError("--compare goes without --explain and --html, whose work would be timed")
+    for name, option in methods.given(args).items():
+        owners = methods.OF_METHODS.get(name, (args.method,))
+        if args.method not in owners:
+            raise ValueError(f"{option} is for {', '.join(owners)}")
+    if 0 < args.lookup < (args.batch or 1):
+        raise ValueError("--prompt-lookup is shared by the batch; it must be at least --batch")
+    if args.chat and args.cache_tokens:
+        raise ValueError("--cache-tokens goes without --chat, whose cache grows with the conversation")
     for path in filter(None, (args.json, args.html)):
         check_writable(path, [args.prompts, methods.costs_of(args), args.model, args.target, args.drafter])
     if args.html and args.json and written_to(args.html) == written_to(args.json):
@@ -170,6 +178,8 @@ def answer(engine, problems, tokenizer, args, quiet=False):
     """Answer the problems, together or at batch 1 one after the other, and show their text unless quiet.
     Returns the figures of the run."""
     requests = requests_of(problems, tokenizer, engine.model, args.max_new_tokens, args.sampling)
+    if args.method not in methods.DIFFUSION:
+        engine.slots_for(requests)                       # ValueError before the first answer
     load = Load()
     if quiet:
         first_token = stream(engine, requests)
@@ -263,6 +273,8 @@ def main(argv=None):
 
     # Report. The files first, because standard output may be closed or full.
     lines = ["", *(recorder.lines(args.explain) if args.explain else []), table(result)]
+    if recorder:
+        lines.append("the time for recording the rounds is included, as other")
     if args.html:
         about = {"command": shlex.join(["python", "decode.py", *argv]), "rule": args.rule}
         write_page(args.html, [recorder.run(result | about)])

@@ -175,11 +175,12 @@ def with_mask(source, folder):
         raise ValueError(f"target must be a Hugging Face folder, got {source}")
     if MASK in tokenizer.special:
         return source
-    if os.path.exists(file) and MASK in Tokenizer.load(folder).special:
-        return folder
     if not tokenizer.ends:
         raise ValueError(f"{source} names no end of text, with which answers are filled up")
     model = checkpoints.load(source)
+    training.same_settings(folder, source=checkpoints.fingerprint(model))
+    if os.path.exists(file) and MASK in Tokenizer.load(folder).special:
+        return folder
     mask_id = model.config.vocab_size
     for layer in (model.embed, model.head):
         rows = layer.weight
@@ -250,9 +251,6 @@ def train(args, mask_id, example, folder, source, lr, weights, data=None):
     slot sees all others."""
     model = checkpoints.load(source, args.device, torch.float32)
     model.config.diffusion_block_size = args.block_size
-    if cdlm.GEN_LENGTH + args.prompt_length > model.config.block_size:
-        raise ValueError(f"prompts of {args.prompt_length} and answers of {cdlm.GEN_LENGTH} tokens exceed "
-                         f"the context of {model.config.block_size}")
     weights = dict(zip(("distill", "cons", "dlm"), weights))
     teacher_head = model.head.weight.detach().clone()    # a student starts as its teacher
     run = Run(args, folder, model, args.steps, lr if args.lr is None else args.lr)
@@ -299,6 +297,11 @@ def main():
     if args.teacher and Tokenizer.load(args.teacher).known != tokenizer.known:
         raise ValueError(f"the teacher {args.teacher} has another vocabulary than the target {args.target}")
     example = examples_of(args, tokenizer)
+    for folder in filter(None, (target, args.teacher)):
+        context = checkpoints.Folder(folder).config.block_size
+        if cdlm.GEN_LENGTH + args.prompt_length > context:
+            raise ValueError(f"prompts of {args.prompt_length} and answers of {cdlm.GEN_LENGTH} tokens exceed "
+                             f"the context of {context}")
     training.same_settings(args.out, target=checkpoints.fingerprint(checkpoints.load(args.target)),
                            answers=args.answers, examples=args.examples, prompt_length=args.prompt_length)
     teacher = args.teacher or f"{args.out}/teacher"

@@ -6,6 +6,7 @@ from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import checkpoints
 from minispec.tools.script import run_main
+from minispec.tools.terminal import coloured
 
 
 def main():
@@ -13,7 +14,7 @@ def main():
     prompt = tokenizer.prompt_ids(tasks.make("revise", 7).prompt)
     rounds = list(generate(model, prompt, prompt_lookup, stop_ids=tokenizer.ends))
     for accepted, own in rounds:
-        print(f"\033[32m{tokenizer.decode(accepted)}\033[0m{tokenizer.decode(own)}", end="")
+        print(coloured(tokenizer.decode(accepted), "draft") + tokenizer.decode(own), end="")
     n = sum(len(accepted) + len(own) for accepted, own in rounds)
     print(f"\n{n} tokens (green: guessed) in {len(rounds)} forwards: {n / len(rounds):.2f} tokens a forward")
 

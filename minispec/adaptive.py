@@ -10,8 +10,8 @@ the chance that a draft is accepted, is estimated from counts: a request's estim
 all requests, which is shrunk to a prior, the drafter's acceptance on other texts. Counts decay, so a drafter
 that failed is tried again later. Prompt lookup costs nothing, so it runs in every round. If one request
 decodes alone, its prompt-lookup tokens are verified beside the drafts of the chosen drafter, and a drafter
-that ends a chain where it is unsure gets no k. Only committed tokens decide, so rejection sampling stays
-exact.
+that ends a chain where it is unsure gets no k. The choice may depend on rejected drafts; rejection
+sampling stays exact, because every round drafts with new noise (`noise.apart`).
 """
 from collections import defaultdict
 from functools import cache, partial

@@ -30,6 +30,7 @@ from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies import results
 from minispec.tools import checkpoints, methods
+from minispec.tools.script import Parser
 
 SHAPE = json.loads("""
 {"vocab_size": 720, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -244,6 +245,7 @@ def peak_memory(folder, dtype):
 
 
 def main():
+    Parser(__doc__).parse_args()
     begun = time.perf_counter()
     result = {"families": {}, "memory": {}}
     with tempfile.TemporaryDirectory() as folder:

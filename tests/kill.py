@@ -158,7 +158,7 @@ def main():
         for name in [args.only] if args.only else CASES:
             out[name] = torture(folder, name, args.kills, random.Random(f"{args.seed}/{name}"))
             print(name, out[name], f"{time.monotonic() - began:.0f} s", flush=True)
-    if not args.no_results:
+    if not (args.no_results or args.only):
         fuzz.note("kill", {"seed": args.seed, "scripts": out, "seconds": round(time.monotonic() - began, 1)})
 
 

@@ -313,6 +313,11 @@ def test_a_drafter_is_named_for_the_studies_of_drafters_alone():
         assert "--drafter is for arms and cdlm_ablations" in refusal(bench, f"{studies} --drafter {TARGET}")
 
 
+def test_options_that_the_studies_vary_are_for_decode():
+    for option in ("--tree 8", "--prompt-lookup 8", "--admission preempt"):
+        assert f"{option.split()[0]} is for decode.py" in refusal(bench, f"tau {option}")
+
+
 def test_results_are_kept_but_those_of_the_users_own_drafters(tmp_path, monkeypatch):
     measured = []
     monkeypatch.setattr(results, "FOLDER", str(tmp_path))

@@ -75,6 +75,11 @@ BAD = f"""
 --method adaptive --k 33 --cost {ROOT}/results/costs.json | k 33 is out of range
 --method cdlm --drafter nowhere | cannot read nowhere/config.json
 --method cdlm --drafter {TARGET} --threshold 7 | threshold 7.0 is out of range; allowed is 0
+--method ngram --prompt-lookup 8 | --prompt-lookup is for draft, prism, eagle, specdiff
+--method adaptive --tree 8 | --tree is for prism, eagle
+--select pillar | --select is for specgen
+--method draft --prompt-lookup 2 --batch 3 | --prompt-lookup is shared by the batch; it must be at least
+--chat --cache-tokens 1024 | --cache-tokens goes without --chat
 --chat --batch 2 | --chat goes with one request at a time
 --chat --compare | --chat goes with one request at a time
 --chat --method cdlm | --chat goes with one request at a time

@@ -4,6 +4,7 @@ fixed, so no test fails by chance; with other seeds a good generator would with 
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from conftest import chi_square, seeded
@@ -99,6 +100,15 @@ def test_the_same_numbers_alone_together_and_for_some_tokens():
     assert torch.equal(noise(streams, positions, 1000, ids), together[:, ids])
     assert torch.equal(noise(streams, positions, 600), together[:, :600])  # in any vocabulary
     assert torch.equal(noise(streams.numpy(), positions.numpy(), 1000), together)
+
+
+@pytest.mark.parametrize("vocab", [49152, 128256, 151936, 262144])
+def test_no_two_tokens_have_the_same_noise(vocab):
+    """Nor keys that differ in the two highest bits alone: the noise of one would follow from the other's."""
+    assert len((module.token_keys(vocab, "cpu") & module.LOW >> 2).unique()) == vocab
+    # In Qwen's vocabulary these two had one key.
+    drawn = noise(np.repeat(stream(0), 4000), np.arange(4000), 151936, torch.tensor([11252, 56363])).argmin(-1)
+    assert 1800 < drawn.sum() < 2200
 
 
 def test_the_numbers_are_these():

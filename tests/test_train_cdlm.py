@@ -467,6 +467,12 @@ def test_a_target_that_knows_no_masks_is_trained_end_to_end(other, tmp_path, cap
     assert 1 <= json.loads((tmp_path / "o").read_text())["counts"]["forwards"] <= 8
     train(target, tmp_path, options, gen_length=32)
     assert capsys.readouterr().out.count("is complete") == 2
+    # Another target does not begin with the copy of this one.
+    changed = shutil.copytree(target, tmp_path / "changed")
+    weights = {name: 2 * x for name, x in load_file(changed / "model.safetensors").items()}
+    save_file(weights, changed / "model.safetensors")
+    with refused("target/settings.json: the folder was begun with source"):
+        train(changed, tmp_path, options, gen_length=32)
 
 
 # Arguments behind --target, part of the line.

@@ -25,7 +25,8 @@ forward runs. Requests that wait for their verdict sit that forward out.
 
 The output of a request does not depend on its neighbours in the batch, greedy or sampled: the seed and the
 text before a position determine the target's token there. (Up to rounding: a forward with more rows may round
-differently. Under the rule `rejection` this holds for the distribution of the output, not for its tokens.)
+differently. Under the rule `rejection` this holds for the distribution of the output, not for its tokens, if
+the requests have different seeds: those of one seed toss the same coins.)
 """
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -270,15 +271,20 @@ class Engine:
 
     # -- the pool and who is in it ---------------------------------------------------------------------------
 
-    def _prepare(self, requests):
-        """Check the requests, and make a cache that they fit into."""
+    def slots_for(self, requests):
+        """Slots of a cache for these requests. ValueError where one exceeds the context or the cache."""
         check_requests(requests, self.model.config)
-        # The cache is kept from stream to stream; it grows with the requests.
-        longest = max([r.longest for r in requests], default=0)
         largest = max([whole_blocks(r.longest) + self.scheduler.extra_slots(r) for r in requests], default=0)
         slots = whole_blocks(self.cache_tokens or largest * min(self.batch_size, len(requests)))
         if largest > slots:
             raise ValueError(f"a cache of {self.cache_tokens} tokens cannot hold a request of {largest}")
+        return slots
+
+    def _prepare(self, requests):
+        """Check the requests, and make a cache that they fit into."""
+        slots = self.slots_for(requests)
+        longest = max([r.longest for r in requests], default=0)
+        # The cache is kept from stream to stream; it grows with the requests.
         if self.cache is None:
             self.cache = PrefixCache(self.model.config, slots, self.model.dtype, self.model.device,
                                      spare=int(self.fused))

@@ -40,14 +40,21 @@ def stream(seed, lane=TARGET):
 
 
 def apart(request, lane):
-    """Added to the positions of a round's drafts. The number of drafts that a round verifies, and SpecGen's q,
-    may depend on drafts that were rejected. So drafts that rejection verifies have new noise in every round."""
+    """Added to the positions of a round's drafts. The number of drafts that a round verifies, and SpecGen's
+    q, may depend on rejected drafts. So drafts that rejection verifies have new noise in every round."""
     return 0 if lane == TARGET else request.n_cached << 32
 
 
 @cache
 def token_keys(vocab_size, device):
-    return torch.as_tensor(mix(np.arange(vocab_size) - APART) & LOW, dtype=torch.int32, device=device)
+    numbers = mix(np.arange(vocab_size) - APART)
+    keys = numbers & LOW
+    # Tokens whose keys agree in the low 29 bits would have the same noise, or nearly, in every row, and the
+    # less likely one would never be drawn. The later one gets other bits (from 60,000 tokens on).
+    _, first = np.unique(keys & LOW >> 2, return_index=True)
+    again = np.setdiff1d(np.arange(vocab_size), first)
+    keys[again] = numbers[again] >> 33 & LOW
+    return torch.as_tensor(keys, dtype=torch.int32, device=device)
 
 
 def uniform(streams, positions, vocab_size, ids=None, device="cpu"):

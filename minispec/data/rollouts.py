@@ -201,10 +201,12 @@ def main():
     rows = given(args, tokenizer) if args.given else []          # not counted in --minutes
     args.over = time.time() + 60 * args.minutes if args.minutes is not None else float("inf")
     engine = Engine(target, SyncScheduler, TOGETHER if args.device == "cpu" else 2 * TOGETHER)
-    files = [*answer(args, engine, tokenizer, "heldout", args.heldout),
-             *answer(args, engine, tokenizer, "train", args.prompts), *read_given(args, target, rows)]
+    files = [*answer(args, engine, tokenizer, "heldout", args.heldout)]
+    if not files and args.part[1] == 1:
+        raise ValueError("no prompt is held out (about one in eight is); give more prompts")
+    files += [*answer(args, engine, tokenizer, "train", args.prompts), *read_given(args, target, rows)]
     print("".join(f"{file}\n" for file in files), end="")
 
 
 if __name__ == "__main__":
-    run_main(main, "interrupted; the same command goes on")
+    run_main(main, "interrupted; the same command goes on", "--max-new-tokens")

@@ -307,6 +307,11 @@ def rows_of(timed, about, prices):
         method = name.split()[0]
         priced = cost and "--tree" not in name and method in ("ar", COMBINED, *cost.drafters)
         compared = method in methods.METHODS
+        # The plain loop's rate on the same prompts.
+        n = [len(g.token_ids) for g in plain.generations[:len(prompts)]]
+        rate = plain.tokens / plain.seconds
+        if len(n) < len(plain.rates):
+            rate = sum(n) / sum(tokens / one for tokens, one in zip(n, plain.rates))
         rows.append({
             **about,
             "ids": about["ids"][:len(prompts)],
@@ -314,7 +319,7 @@ def rows_of(timed, about, prices):
             "seconds": run.seconds,
             "tokens": run.tokens,
             "tokens_per_second": run.tokens / run.seconds,
-            "speedup": run.tokens / run.seconds * plain.seconds / plain.tokens,
+            "speedup": run.tokens / run.seconds / rate,
             "decoding": run.decoding_rate / plain.decoding_rate if compared else None,
             "rates": run.rates,
             "rate_speedup": statistics.mean(run.rates) / statistics.mean(plain.rates[:len(prompts)]),

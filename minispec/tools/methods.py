@@ -92,7 +92,7 @@ def adaptive(model, settings):
     file = costs_of(settings)
     if not os.path.exists(file):
         raise ValueError(f"there is no cost table {file}; this measures one: python bench.py profile "
-                         f"--model {settings.model}")
+                         f"--model {settings.model} --device {settings.device}")
     cost = CostTable(read_costs(file))
     k = settings.k or 16
     check_k(k)
@@ -234,7 +234,8 @@ def add_arguments(parser):
              "bfloat16 for a real model on a CPU with bfloat16 products)")
     add("--drafter", metavar="DIR",
         help="trained part of the method: a drafter, the small model of draft, the diffusion model of cdlm "
-             "and dlm (default checkpoints/NAME, for another model checkpoints/MODEL/NAME)")
+             "and dlm (default: named like the method in checkpoints, of cdlm and dlm cdlm/student and "
+             "cdlm/teacher; for another model in checkpoints/MODEL)")
 
     add = parser.add_argument_group("batch and cache").add_argument
     add("--admission", default="reserve", choices=POLICIES,
@@ -279,6 +280,23 @@ def add_arguments(parser):
         help="slot to reveal if none is above the threshold: the first masked one, or the most confident, as "
              "in the papers (default %(default)s)")
     add("--block-size", type=positive, help="slots of a block (default: as in training)")
+
+
+# Options that only some methods have.
+OF_METHODS = {
+    "lookup": ("draft", *TRAINED),
+    "tree": ("prism", "eagle"),
+    "cost": ("adaptive",),
+    **dict.fromkeys(("k_drafts", "draft_temperature"), ("specdiff",)),
+    **dict.fromkeys(("sparsity", "min_budget", "select", "schedule", "delayed"), ("specgen",)),
+    **dict.fromkeys(("threshold", "order", "block_size"), tuple(DIFFUSION)),
+}
+
+
+def given(args):
+    """{name: option} of the settings that differ from their defaults."""
+    return {name: "--" + ("prompt-lookup" if name == "lookup" else name.replace("_", "-"))
+            for name, usual in vars(settings()).items() if getattr(args, name) != usual}
 
 
 def settings(*options, **changes):

@@ -41,6 +41,8 @@ def compare(result, plain, model, sampling):
     for speedup, name in rates.items():
         result["ar_" + name] = plain[name]
         result[speedup] = ratio(result[name], plain[name])
+    if "counts" in result:                               # a diffusion model's rate includes its prompts
+        result["speedup"] = None
     if not sampling.rejects:
         pairs = [(g["prompt_ids"], a["token_ids"], g["token_ids"], replace(sampling, seed=sampling.seed + i))
                  for i, (a, g) in enumerate(zip(plain["requests"], result["requests"]))]

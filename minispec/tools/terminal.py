@@ -3,6 +3,7 @@ import codecs
 import os
 import shutil
 import sys
+from dataclasses import replace
 
 from tqdm import tqdm
 
@@ -97,8 +98,8 @@ def stream(engine, requests, show=None):
 def chat(engine, tokenizer, sampling, limit):
     """Talk with the model: a line in, an answer out, until the end of input (Ctrl-D).
 
-    limit: tokens of an answer; Ctrl-C stops it too. The prompt is the whole conversation, most of it cached.
-    An eighth of the context is kept for the answer."""
+    limit: tokens of an answer; Ctrl-C stops it too. The prompt is the whole conversation, most of it cached
+    unless the drafter reads the target's hidden states. An eighth of the context is kept for the answer."""
     block_size = engine.model.config.block_size
     most = block_size - block_size // 8
     messages = []
@@ -135,3 +136,5 @@ def chat(engine, tokenizer, sampling, limit):
         print(f"[{figures['new_tokens']} tokens, tau {figures['tau']:.2f}, "
               f"{figures['decode_tokens_per_second'] or 0:.1f} tokens/s]")
         messages += [asked, {"role": "assistant", "content": answer.token_ids}]
+        # A template may drop thoughts: the next answer may then have positions of this one.
+        sampling = replace(sampling, seed=(sampling.seed + 1) % (1 << 63))
