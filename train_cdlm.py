@@ -300,8 +300,8 @@ def main():
     for folder in filter(None, (target, args.teacher)):
         context = checkpoints.Folder(folder).config.block_size
         if cdlm.GEN_LENGTH + args.prompt_length > context:
-            raise ValueError(f"prompts of {args.prompt_length} and answers of {cdlm.GEN_LENGTH} tokens exceed "
-                             f"the context of {context}")
+            raise ValueError(f"prompts of {args.prompt_length} and answers of {cdlm.GEN_LENGTH} tokens "
+                             f"exceed the context of {context}")
     training.same_settings(args.out, target=checkpoints.fingerprint(checkpoints.load(args.target)),
                            answers=args.answers, examples=args.examples, prompt_length=args.prompt_length)
     teacher = args.teacher or f"{args.out}/teacher"

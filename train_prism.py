@@ -15,7 +15,8 @@ The target writes prompts, answers them, and its hidden states are recorded (dat
 Other variants, seeds and prefixes (--prompts 1000, 2000, ..) can be trained from the same folder of
 --responses. Interrupt it at any time: the same command continues. Writes config.json, model.safetensors,
 log.jsonl, command.txt, and resume.pt with the optimisers' state. The tau that it shows is an estimate of the
-tokens that a round with chains would commit.
+tokens that a round would commit. Its chains begin at every position; in decoding they begin behind rejected
+drafts, where fewer drafts are right.
 """
 import minispec  # noqa: F401  before torch: it tunes the allocator
 from minispec import prism

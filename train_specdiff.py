@@ -20,7 +20,8 @@ on the same answers. Streak objectives barely move a drafter that is never right
 one (--init). Interrupt it at any time: the same command continues. Writes config.json, model.safetensors,
 log.jsonl, command.txt, and resume.pt with the optimisers' state.
 
-heldout_tau estimates the tokens that a round commits, bonus included. greedy: the drafter's argmax must equal
+heldout_tau estimates the tokens that a round commits, bonus included, of windows at random positions; rounds
+begin behind rejected drafts, where tau is lower. greedy: the drafter's argmax must equal
 the answer's token, in greedy and in sampled answers. point_mass, rejection: chains drawn from the drafter at
 temperature 1; the target has the answer's temperature.
 """

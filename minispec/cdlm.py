@@ -216,8 +216,8 @@ def consistency_loss(model, batch, mask_id, generator, reverse=False):
 def dlm_loss(model, batch, mask_id, blockwise):
     """L_dlm of reference answers: the sum of cross-entropy / t over the slots that are `masked` and `counted`
     (n, L), divided by the number of counted slots; the mean over answers. t is `rate` (n, L), the mean share
-    of masks. With all slots counted, one t, and masks at random (not in order, see `turns`), this bounds an
-    answer's negative log-likelihood per slot.
+    of random masks; masks in order (see `turns`) have a smaller share at low rates. With all slots counted,
+    one t, and random masks, this bounds an answer's negative log-likelihood per slot.
     blockwise: the student's attention, all blocks at once; else the teacher's."""
     answer = batch["answer"]
     where = batch["masked"] & batch["counted"]

@@ -501,6 +501,18 @@ def test_drafts_that_rejection_verifies_have_new_noise_in_every_round(name, monk
         assert (len(set(drafts)) == len(drafts)) == (rule == "rejection")
 
 
+def test_a_request_is_in_one_open_stream_once():
+    engine, other = make("ar"), make("ngram")
+    request = Request(PROMPT, 5)
+    for twice in ([request, request], [request]):
+        stream = other.stream([request]) if len(twice) == 1 else iter("x")
+        next(stream)
+        with refused("a request can be in one open stream only, and there once"):
+            engine.generate(twice)
+    stream.close()
+    assert len(engine.generate([request])[0].token_ids) == 5
+
+
 def argmax_drafts(self, streams, positions):
     """The classical mistake: the drafter takes its argmax, and the rule divides by its softmax."""
     return torch.ones(len(streams), self.size)

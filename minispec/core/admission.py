@@ -115,18 +115,19 @@ class Admission:
         extra = scheduler.extra_slots(r)
         if missing + self.claim(r) + extra > cache.free:
             return False
-        # It waits while another request still prefills blocks that both share.
+        # The last rows are always prefilled: they give the first token, and the recorded scores. At least
+        # two, because a request with one row left counts as prefilled, and would draft at once.
+        known = max(len(r.tokens) - max(scheduler.record_prompt, 2), 0)
+        # It waits while another request still prefills half a block or more that both share.
         for other in self.engine.active if scheduler.shares else []:
             if not other.is_prefilled:
-                common = len(os.path.commonprefix([other.tokens, r.tokens]))
-                if other.n_cached < common // cache.block * cache.block:
+                common = len(os.path.commonprefix([other.tokens, r.tokens[:known]]))
+                if common - other.n_cached >= cache.block // 2:
                     return False
         r.blocks = Allocation()
+        r.state = None
         if scheduler.shares and not r.n_cached:          # measurements begin with a cache that counts as read
-            # The last rows are always prefilled: they give the first token, and the recorded scores. At least
-            # two, because a request with one row left counts as prefilled, and would draft at once.
-            known = len(r.tokens) - max(scheduler.record_prompt, 2)
-            r.n_cached = cache.share(r.blocks, r.tokens[:max(known, 0)])
+            r.n_cached = cache.share(r.blocks, r.tokens[:known])
             self.shared += r.n_cached
         cache.resize(r.blocks, self.reach(r))
         cache.charged += extra

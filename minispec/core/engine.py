@@ -274,6 +274,8 @@ class Engine:
     def slots_for(self, requests):
         """Slots of a cache for these requests. ValueError where one exceeds the context or the cache."""
         check_requests(requests, self.model.config)
+        if len(set(map(id, requests))) < len(requests) or any(r.blocks for r in requests if not r.finished):
+            raise ValueError("a request can be in one open stream only, and there once")
         largest = max([whole_blocks(r.longest) + self.scheduler.extra_slots(r) for r in requests], default=0)
         slots = whole_blocks(self.cache_tokens or largest * min(self.batch_size, len(requests)))
         if largest > slots:

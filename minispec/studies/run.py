@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from minispec import ROOT, traces
+from minispec import ROOT, cdlm, traces
 from minispec import bounds as ladder_of
 from minispec.bounds import COMBINED
 from minispec.core.verify import Sampling
@@ -241,6 +241,8 @@ def observe(study, args, model, tokenizer, how, names, whole={}):
             requests = []
             for seed, i in enumerate(ids[:1] if name == "dlm" else ids):
                 new = how.new if temperature or workload == WHOLE else longest[i]
+                if name in methods.DIFFUSION:            # slots, as in training
+                    new = cdlm.GEN_LENGTH
                 sampling = Sampling(temperature, seed=seed)
                 requests += requests_of([problems[i]], tokenizer, model, new, sampling)
             return engine_of(name, model, args, batch, k=k), requests
