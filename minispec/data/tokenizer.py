@@ -160,10 +160,8 @@ class Tokenizer:
         return self.chat_ids([self.asked(text)])
 
     def asked(self, text):
-        """A prompt as a message: without space around it for chat models; puzzles end with a newline."""
-        if self.is_puzzle_model:
-            text += "\n" * (not text.endswith("\n"))
-        elif self.chat_template != TEXT_ALONE:
+        """A prompt as a message, without space around it for chat models."""
+        if not self.is_puzzle_model and self.chat_template != TEXT_ALONE:
             text = text.strip()
         return {"role": "user", "content": text}
 
