@@ -142,7 +142,8 @@ def trace(args, model, tokenizer):
         for name, drafter in drafters.items():
             gains = np.concatenate([t.accept[name][1:] for t in own])
             rows.append({"workload": workload, "drafter": name, "positions": len(gains),
-                         "k": min(how.deepest, drafter.gamma), "gain": float(gains.mean()), "censored": ladder_of.censored_share(own, [name])})
+                         "k": min(how.deepest, drafter.gamma), "gain": float(gains.mean()),
+                         "censored": ladder_of.censored_share(own, [name])})
     return {"rows": rows, "table": table(rows, TRACE)}
 
 
@@ -309,11 +310,9 @@ def rows_of(timed, about, prices):
         method = name.split()[0]
         priced = cost and "--tree" not in name and method in ("ar", COMBINED, *cost.drafters)
         compared = method in methods.METHODS
-        # The plain loop's rate on the same prompts.
-        n = [len(g.token_ids) for g in plain.generations[:len(prompts)]]
-        rate = plain.tokens / plain.seconds
-        if len(n) < len(plain.rates):
-            rate = sum(n) / sum(tokens / one for tokens, one in zip(n, plain.rates))
+        # The plain loop's rate; beside `dlm`, on the first prompt.
+        alone = len(prompts) < len(plain.generations)
+        rate = plain.rates[0] if alone else plain.tokens / plain.seconds
         rows.append({
             **about,
             "ids": about["ids"][:len(prompts)],

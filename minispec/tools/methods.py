@@ -287,7 +287,8 @@ OF_METHODS = {
     "lookup": ("draft", *TRAINED),
     "tree": ("prism", "eagle"),
     "cost": ("adaptive",),
-    **dict.fromkeys(("k_drafts", "draft_temperature"), ("specdiff",)),
+    "k_drafts": ("specdiff",),
+    "draft_temperature": ("specdiff", "adaptive"),
     **dict.fromkeys(("sparsity", "min_budget", "select", "schedule", "delayed"), ("specgen",)),
     **dict.fromkeys(("threshold", "order", "block_size"), tuple(DIFFUSION)),
 }
