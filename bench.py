@@ -107,8 +107,6 @@ def measure(names, args):
         small = tokenizer.is_puzzle_model and args.device == "cpu"
         usual = torch.float32 if small else fast_dtype(args.device)
         model = checkpoints.load(args.model, args.device, getattr(torch, args.dtype) if args.dtype else usual)
-        if args.data:
-            results.problems_of(tokenizer, 1, args.data)         # ValueError before the work
     if not args.quick:
         os.makedirs(results.FOLDER, exist_ok=True)
         check_writable(results.path(f"{names[0]}.json"))
@@ -122,7 +120,7 @@ def measure(names, args):
         started = time.perf_counter()
         try:
             result = STUDIES[name](args, model, tokenizer)
-        except ValueError as e:
+        except results.LeftOut as e:
             if "all" not in args.studies:
                 raise
             print(f"{name} is left out: {visible(str(e))}")

@@ -106,7 +106,8 @@ def parse_args(argv=None):
 
 
 def default_model(args):
-    """SmolLM2 if it is installed, the method is ready for it and no argument belongs to the puzzle model."""
+    """SmolLM2 if it is installed, the method needs no training or has it, and no argument belongs to the
+    puzzle model."""
     args.model = gguf_file.SMOLLM2
     suits = args.method in ("ar", "adaptive", *methods.ready(args))
     if suits and not (args.task or args.drafter or args.cost):

@@ -175,12 +175,11 @@ def with_mask(source, folder):
         raise ValueError(f"target must be a Hugging Face folder, got {source}")
     if MASK in tokenizer.special:
         return source
+    if os.path.exists(file) and MASK in Tokenizer.load(folder).special:
+        return folder
     if not tokenizer.ends:
         raise ValueError(f"{source} names no end of text, with which answers are filled up")
     model = checkpoints.load(source)
-    training.same_settings(folder, source=checkpoints.fingerprint(model))
-    if os.path.exists(file) and MASK in Tokenizer.load(folder).special:
-        return folder
     mask_id = model.config.vocab_size
     for layer in (model.embed, model.head):
         rows = layer.weight
@@ -292,18 +291,18 @@ def evaluate(model, example, mask_id, blockwise):
 
 def main():
     args = parse_args()
-    target = with_mask(args.target, f"{args.out}/target")
-    tokenizer = Tokenizer.load(target)
-    if args.teacher and Tokenizer.load(args.teacher).known != tokenizer.known:
-        raise ValueError(f"the teacher {args.teacher} has another vocabulary than the target {args.target}")
-    example = examples_of(args, tokenizer)
-    for folder in filter(None, (target, args.teacher)):
+    example = examples_of(args, Tokenizer.load(args.target))
+    for folder in filter(None, (args.target, args.teacher)):
         context = checkpoints.Folder(folder).config.block_size
         if cdlm.GEN_LENGTH + args.prompt_length > context:
             raise ValueError(f"prompts of {args.prompt_length} and answers of {cdlm.GEN_LENGTH} tokens "
                              f"exceed the context of {context}")
     training.same_settings(args.out, target=checkpoints.fingerprint(checkpoints.load(args.target)),
                            answers=args.answers, examples=args.examples, prompt_length=args.prompt_length)
+    target = with_mask(args.target, f"{args.out}/target")
+    tokenizer = Tokenizer.load(target)
+    if args.teacher and Tokenizer.load(args.teacher).known != tokenizer.known:
+        raise ValueError(f"the teacher {args.teacher} has another vocabulary than the target {args.target}")
     teacher = args.teacher or f"{args.out}/teacher"
     trajectories, student = f"{args.out}/trajectories", f"{args.out}/{args.name}"
     if not args.teacher:

@@ -338,7 +338,7 @@ class Decoder:
 
     @torch.inference_mode()
     def stream(self, requests):
-        """Answer new requests, `max_new_tokens` slots each. Yields (request, new tokens before the first
+        """Answer requests, in as many slots as tokens remain. Yields (request, new tokens before the first
         mask). ValueError where a request does not fit the context."""
         check_requests(requests, self.model.config)
         for r in requests:

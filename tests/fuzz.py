@@ -446,7 +446,7 @@ def main():
     add("--files", type=int, default=2000, help="damaged files")
     add("--seed", type=int, default=1)
     add("--only", metavar="KIND:NUMBER", help="one case, with its output")
-    add("--no-results", action="store_true", help="write no results/knocks.json; so do other numbers of cases")
+    add("--no-results", action="store_true", help="write no results/knocks.json; other numbers of cases write none")
     args = p.parse_args()
     out = {}
     with scratch() as top:

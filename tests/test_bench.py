@@ -330,7 +330,7 @@ def test_results_are_kept_but_those_of_the_users_own_drafters(tmp_path, monkeypa
 
 def test_all_leaves_out_studies_that_the_model_has_nothing_for(tmp_path, monkeypatch):
     def tau(*_):
-        raise ValueError("tau needs trained drafters")
+        raise results.LeftOut("tau needs trained drafters")
 
     monkeypatch.setattr(results, "FOLDER", str(tmp_path))
     monkeypatch.setattr(bench, "pages", lambda: [])

@@ -102,12 +102,12 @@ def test_the_same_numbers_alone_together_and_for_some_tokens():
     assert torch.equal(noise(streams.numpy(), positions.numpy(), 1000), together)
 
 
-@pytest.mark.parametrize("vocab", [49152, 128256, 151936, 262144])
-def test_no_two_tokens_have_the_same_noise(vocab):
-    """Nor keys that differ in the two highest bits alone: the noise of one would follow from the other's."""
-    assert len((module.token_keys(vocab, "cpu") & module.LOW >> 2).unique()) == vocab
+def test_no_two_tokens_have_the_same_noise():
+    """Nor keys that differ in the two highest bits alone. Smaller vocabularies have the first keys."""
+    assert len((module.token_keys(262144, "cpu") & module.LOW >> 2).unique()) == 262144
     # In Qwen's vocabulary these two had one key.
-    drawn = noise(np.repeat(stream(0), 4000), np.arange(4000), 151936, torch.tensor([11252, 56363])).argmin(-1)
+    pair = torch.tensor([11252, 56363])
+    drawn = noise(np.repeat(stream(0), 4000), np.arange(4000), 151936, pair).argmin(-1)
     assert 1800 < drawn.sum() < 2200
 
 

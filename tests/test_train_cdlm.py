@@ -467,11 +467,13 @@ def test_a_target_that_knows_no_masks_is_trained_end_to_end(other, tmp_path, cap
     assert 1 <= json.loads((tmp_path / "o").read_text())["counts"]["forwards"] <= 8
     train(target, tmp_path, options, gen_length=32)
     assert capsys.readouterr().out.count("is complete") == 2
+    with refused(f"the teacher {TARGET} has another vocabulary than the target {target}"):
+        train(target, tmp_path, f"{options} --teacher {TARGET}", gen_length=32)
     # Another target does not begin with the copy of this one.
     changed = shutil.copytree(target, tmp_path / "changed")
     weights = {name: 2 * x for name, x in load_file(changed / "model.safetensors").items()}
     save_file(weights, changed / "model.safetensors")
-    with refused("target/settings.json: the folder was begun with source"):
+    with refused("settings.json: the folder was begun with target"):
         train(changed, tmp_path, options, gen_length=32)
 
 
@@ -488,7 +490,6 @@ BAD = """
 {toy} --weights 1 -1 0 | and one of them above 0, got 1 -1 0
 {toy} --weights nan 1 0 | and one of them above 0, got nan 1 0
 {toy} --temperatures 0 -1 | temperature -1.0 is out of range
-{other} --answers {answers} --teacher {toy} | the teacher {toy} has another vocabulary than the target {other}
 nowhere | cannot read nowhere: No such file
 {toy} --prompt-length 400 | exceed the context of 512
 {toy} --name teacher | name must be none of target, teacher, trajectories, got 'teacher'

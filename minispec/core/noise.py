@@ -49,8 +49,8 @@ def apart(request, lane):
 def token_keys(vocab_size, device):
     numbers = mix(np.arange(vocab_size) - APART)
     keys = numbers & LOW
-    # Tokens whose keys agree in the low 29 bits would have the same noise, or nearly, in every row, and the
-    # less likely one would never be drawn. The later one gets other bits (from 60,000 tokens on).
+    # Tokens with equal keys would have equal noise in every row: the less likely one would never be drawn.
+    # If only the two highest bits differ, their noise is not independent. The later token gets other bits.
     _, first = np.unique(keys & LOW >> 2, return_index=True)
     again = np.setdiff1d(np.arange(vocab_size), first)
     keys[again] = numbers[again] >> 33 & LOW

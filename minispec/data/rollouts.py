@@ -196,14 +196,14 @@ def main():
     # Answers in the folder must be the same target's.
     training.same_settings(args.out, target=checkpoints.fingerprint(target), temperature=args.temperature,
                            max_new_tokens=args.max_new_tokens)
-    # Where prompts have a date, it stays the day on which the folder was begun.
+    # Where prompts have a date, it stays the day on which the folder was begun (copies must keep file times).
     tokenizer.now = time.localtime(os.path.getmtime(f"{args.out}/settings.json"))
     rows = given(args, tokenizer) if args.given else []          # not counted in --minutes
     args.over = time.time() + 60 * args.minutes if args.minutes is not None else float("inf")
     engine = Engine(target, SyncScheduler, TOGETHER if args.device == "cpu" else 2 * TOGETHER)
     files = [*answer(args, engine, tokenizer, "heldout", args.heldout)]
     if not files and args.part[1] == 1:
-        raise ValueError("no prompt is held out (about one in eight is); give more prompts")
+        raise ValueError("no prompt is held out (about one in eight is) and fits; give more")
     files += [*answer(args, engine, tokenizer, "train", args.prompts), *read_given(args, target, rows)]
     print("".join(f"{file}\n" for file in files), end="")
 

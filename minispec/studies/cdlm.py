@@ -13,7 +13,7 @@ import torch
 from minispec import cdlm
 from minispec.data import tasks
 from minispec.studies import results
-from minispec.studies.results import each_kept, engine_of, time_interleaved
+from minispec.studies.results import LeftOut, each_kept, engine_of, time_interleaved
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of, verdict
 from minispec.tools.files import read_json
@@ -78,6 +78,8 @@ def compare(study, args, model, tokenizer, cells, n):
 def models_of(args, model):
     """The target ("ar"), the teacher and the student, in bf16. "dual" is the teacher with stale keys."""
     folders = {kind: methods.folder_of(name, args) for name, kind in cdlm.METHODS.items()}
+    if missing := [folder for folder in folders.values() if not Path(folder).exists()]:
+        raise LeftOut(f"there is no diffusion model in {missing[0]}")
     folders["ar"] = args.model
     models = {name: checkpoints.load(folder, model.device, BF16) for name, folder in folders.items()}
     return {**models, "dual": models["teacher"]}
@@ -91,9 +93,9 @@ def decoder_of(name, settings, models, args, tokenizer, batch):
 
 
 def held_out(tokenizer, n):
-    """n problems of each family whose answers fit into the slots. ValueError for a real model."""
+    """n problems of each family whose answers fit into the slots. LeftOut for a real model."""
     if not tokenizer.is_puzzle_model:
-        raise ValueError("diffusion models are compared on puzzles, whose answers are checked; this model is "
+        raise LeftOut("diffusion models are compared on puzzles, whose answers are checked; this model is "
                          "no puzzle model")
     return [tasks.fitting(tokenizer, family, FIRST + i, "heldout", cdlm.GEN_LENGTH)[0]
             for i in range(n) for family in tasks.FAMILIES]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from minispec.core.verify import Sampling
-from minispec.studies.results import counts_of, each_kept, engine_of, per_round, problems_of
+from minispec.studies.results import LeftOut, counts_of, each_kept, engine_of, per_round, problems_of
 from minispec.tools import drafter_files, methods
 from minispec.tools.answers import requests_of
 from minispec.tools.intervals import with_range
@@ -59,7 +59,7 @@ def compare(study, drafters, n, args, model, tokenizer, rule="coupled"):
     """tau of {name: (method with options, folder)} on n problems of each workload, with five drafts a chain
     in every round, or --k. A name may begin with a group and a colon."""
     if not drafters:
-        raise ValueError(f"{study} needs trained drafters; those of arms are in folders --drafter/GROUP/NAME")
+        raise LeftOut(f"{study} needs trained drafters; those of arms are in folders --drafter/GROUP/NAME")
     problems = sum(problems_of(tokenizer, 1 if args.quick else n, args.data).values(), [])
     cells = list(product(TEMPERATURES, drafters))
 

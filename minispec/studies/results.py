@@ -39,6 +39,10 @@ SAME = "{identical:d} of {prompts}"
 
 # -- prompts ---------------------------------------------------------------------------------------
 
+class LeftOut(ValueError):
+    """A study for which this model has nothing."""
+
+
 def problems_of(tokenizer, n, data=None, first=0):
     """{workload: n problems, starting with number `first`, or the last n if there are fewer}.
 

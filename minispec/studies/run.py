@@ -78,9 +78,8 @@ def profile(args, model, tokenizer):
     with --quick."""
     how = size(args, tokenizer)
     drafters = methods.chain_drafters(model, args, how.deepest)
-    costs = measure.cost_table(model, drafters, **how.costs)
-
     some = traces_of(drafters, model, args, tokenizer, how, 1, first=PRICED)
+    costs = measure.cost_table(model, drafters, **how.costs)
     costs["accept"] = {name: measure.acceptance(some, name) for name in drafters}
     # By batch size, the number of drafts per round with the least time on these traces. Prices of batches
     # between those of the grid are interpolated.
@@ -311,8 +310,8 @@ def rows_of(timed, about, prices):
         priced = cost and "--tree" not in name and method in ("ar", COMBINED, *cost.drafters)
         compared = method in methods.METHODS
         # The plain loop's rate; beside `dlm`, on the first prompt.
-        alone = len(prompts) < len(plain.generations)
-        rate = plain.rates[0] if alone else plain.tokens / plain.seconds
+        first = len(prompts) < len(plain.generations)
+        rate = plain.rates[0] if first else plain.tokens / plain.seconds
         rows.append({
             **about,
             "ids": about["ids"][:len(prompts)],

@@ -135,6 +135,8 @@ def serving(args, model, tokenizer):
     longest = 7000 if tokenizer.is_puzzle_model or args.data else 4000                    # of the texts
     longest = min(longest, model.config.block_size - NEW)
     cells = [(1000, 2, 0, TEMPERATURE)] if args.quick else [cell for cell in CELLS if cell[0] <= longest]
+    if not cells:
+        raise results.LeftOut(f"serving needs a context of {1000 + NEW} tokens")
     fitting = suitable(args, model, (WINDOW, PILLAR))
     names = ["ar", *(name for name in ("ngram", "eagle", WINDOW, PILLAR, "specgen") if name in fitting)]
     measured = partial(serving_rows, args, model, tokenizer, names)
@@ -220,6 +222,7 @@ def scheduler(args, model, tokenizer):
     so `reserve` keeps room for the longest request for each of them."""
     shortest, longest = (tokens // (10 if args.quick else 1) for tokens in LENGTHS)
     longest = min(longest, model.config.block_size - MORE)
+    shortest = min(shortest, longest)
     lengths = [shortest + i * (longest - shortest) // (REQUESTS - 1) for i in range(REQUESTS)]
     random.Random(0).shuffle(lengths)
     ids = [text(i, length, tokenizer, args.data) for i, length in enumerate(lengths)]

@@ -284,6 +284,8 @@ def add_arguments(parser):
 
 # Options that only some methods have.
 OF_METHODS = {
+    "k": tuple(name for name in METHODS if name != "ar"),
+    **dict.fromkeys(("admission", "cache_tokens"), tuple(METHODS)),
     "lookup": ("draft", *TRAINED),
     "tree": ("prism", "eagle"),
     "cost": ("adaptive",),

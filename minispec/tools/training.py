@@ -153,7 +153,9 @@ class Muon(torch.optim.Optimizer):
                 if p.grad is None:
                     continue
                 # Nesterov's momentum of the gradient, made orthogonal.
-                momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                if not self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                momentum = self.state[p]["momentum_buffer"]
                 momentum.lerp_(p.grad, 0.05)
                 update = orthogonal(p.grad.lerp(momentum, 0.95), fast_dtype(p.device.type))
                 p.mul_(1 - group["lr"] * group["weight_decay"])
@@ -172,8 +174,8 @@ class Optimizer:
                 matrices.append(p)
             else:
                 others.append(p)
-        self.parts = [torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.01)]
-        self.parts += [Muon(matrices, {"lr": 0, "weight_decay": 0.05})]
+        self.parts = [torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.01),
+                      Muon(matrices, {"lr": 0, "weight_decay": 0.05})]
 
     def step(self, lr):
         """One update at learning rate `lr`; the gradients are cleared."""
@@ -225,10 +227,11 @@ class Run:
         self.step, self.log = saved["step"], saved["log"]
         self.finished = saved.get("finished", True)            # files of earlier code do not say
         self.started -= saved["seconds"]
-        if not self.complete:
-            settings = {k: v for k, v in vars(self.args).items() if k not in INDIFFERENT}
-            unchanged(saved["settings"], settings)
         self.model.load_state_dict(saved["model"])
+        if self.complete:
+            return
+        settings = {k: v for k, v in vars(self.args).items() if k not in INDIFFERENT}
+        unchanged(saved["settings"], settings)
         for part, state in zip(self.optimizer.parts, saved["optimizers"], strict=True):
             part.load_state_dict(state)
 
