@@ -446,7 +446,8 @@ def main():
     add("--files", type=int, default=2000, help="damaged files")
     add("--seed", type=int, default=1)
     add("--only", metavar="KIND:NUMBER", help="one case, with its output")
-    add("--no-results", action="store_true", help="no results/knocks.json; other --lines or --files write none either")
+    add("--no-results", action="store_true",
+        help="write no results/knocks.json; with other --lines or --files none is written either")
     args = p.parse_args()
     out = {}
     with scratch() as top:
