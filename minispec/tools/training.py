@@ -227,13 +227,12 @@ class Run:
         self.step, self.log = saved["step"], saved["log"]
         self.finished = saved.get("finished", True)            # files of earlier code do not say
         self.started -= saved["seconds"]
+        if not self.complete:
+            settings = {k: v for k, v in vars(self.args).items() if k not in INDIFFERENT}
+            unchanged(saved["settings"], settings)
+            for part, state in zip(self.optimizer.parts, saved["optimizers"], strict=True):
+                part.load_state_dict(state)
         self.model.load_state_dict(saved["model"])
-        if self.complete:
-            return
-        settings = {k: v for k, v in vars(self.args).items() if k not in INDIFFERENT}
-        unchanged(saved["settings"], settings)
-        for part, state in zip(self.optimizer.parts, saved["optimizers"], strict=True):
-            part.load_state_dict(state)
 
     def steps(self):
         """The numbers of the steps that are still missing, with a progress bar; the end is noted in
