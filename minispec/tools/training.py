@@ -29,6 +29,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import torch
 from tqdm import tqdm
@@ -131,37 +132,6 @@ def locked(folder):
         yield
 
 
-def orthogonal(x, dtype):
-    """The matrix x with singular values near 1: five Newton-Schulz iterations, multiplied in `dtype`."""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    wide = x.to(dtype) if x.shape[0] <= x.shape[1] else x.to(dtype).T
-    wide = wide / wide.norm().clamp(min=1e-7)
-    for _ in range(5):
-        gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return wide if wide.shape == x.shape else wide.T
-
-
-class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024), scaled to AdamW's learning rates (2502.16982). torch.optim.Muon multiplies
-    in bf16 everywhere, which took two thirds of a step on a processor without bf16 products."""
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                # Nesterov's momentum of the gradient, made orthogonal.
-                if not self.state[p]:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                momentum = self.state[p]["momentum_buffer"]
-                momentum.lerp_(p.grad, 0.05)
-                update = orthogonal(p.grad.lerp(momentum, 0.95), fast_dtype(p.device.type))
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(update, alpha=-group["lr"] * 0.2 * max(p.shape) ** 0.5)
-
-
 class Optimizer:
     """Muon for all matrices but embedding and head, which learns more from the same number of tokens, and
     AdamW for the rest, used like one optimiser. Gradients are clipped to norm 1."""
@@ -175,16 +145,19 @@ class Optimizer:
             else:
                 others.append(p)
         self.parts = [torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.01),
-                      Muon(matrices, {"lr": 0, "weight_decay": 0.05})]
+                      torch.optim.Muon(matrices, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")]
 
     def step(self, lr):
         """One update at learning rate `lr`; the gradients are cleared."""
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        for part in self.parts:
-            for group in part.param_groups:
-                group["lr"] = lr
-            part.step()
-            part.zero_grad()
+        # torch's Muon multiplies x.bfloat16(): on a processor without such products, two thirds of a step.
+        dtype = fast_dtype(self.parameters[0].device.type)
+        with mock.patch.object(torch.Tensor, "bfloat16", lambda x: x.to(dtype)):
+            for part in self.parts:
+                for group in part.param_groups:
+                    group["lr"] = lr
+                part.step()
+                part.zero_grad()
 
 
 @dataclass
