@@ -548,6 +548,19 @@ def talk(toy, monkeypatch, capsys):
     return run
 
 
+def test_each_turn_of_a_chat_has_noise_of_its_own(talk, monkeypatch):
+    """A template may drop thoughts, and then two answers have the same positions."""
+    seeds = []
+
+    def stream(engine, requests, show, real=terminal.stream):
+        seeds.extend(r.sampling.seed for r in requests)
+        return real(engine, requests, show)
+
+    monkeypatch.setattr(terminal, "stream", stream)
+    talk(["hi", "and?"], "--temperature", "1", "--seed", "5", "--max-new-tokens", "3")
+    assert seeds == [5, 6]
+
+
 @pytest.mark.parametrize("method", ["ar", "ngram", "specgen"])
 def test_chat_keeps_the_conversation(method, talk, toy, monkeypatch):
     asked = []

@@ -467,6 +467,18 @@ def test_the_short_table_has_both_models_and_marks_the_best_of_the_papers(tmp_pa
     assert not any(x[run.SMALL_MODEL] for x in run.short(lines, methods.settings(device="cuda")))
 
 
+def test_studies_that_a_model_has_nothing_for_say_so(shipped, monkeypatch):
+    model, tokenizer = shipped
+    monkeypatch.setattr(methods, "folder_of", lambda name, settings: "nowhere")
+    args = methods.settings(quick=False, data=None)
+    with pytest.raises(results.LeftOut, match="no diffusion model in nowhere"):
+        diffusion.cdlm_curves(args, model, tokenizer)
+    with pytest.raises(results.LeftOut, match="no puzzle model"):
+        diffusion.held_out(types.SimpleNamespace(is_puzzle_model=False), 1)
+    with pytest.raises(results.LeftOut, match="serving needs a context of"):
+        specgen.serving(args, toy_model(), tokenizer)
+
+
 def test_loops_are_compared_on_the_same_prompts():
     rows = [
         {"workload": workload, "method": method, "ids": ids, "rates": rates, "tau": 3.0}

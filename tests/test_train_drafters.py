@@ -332,6 +332,14 @@ def record(folder, out, prompts, n, *args):
                "--heldout 2 --max-new-tokens 8 --device cpu", *words(*args))
 
 
+def test_prompts_of_which_none_is_held_out_are_refused_before_the_answers(folder, tmp_path):
+    some = [f"Is {i} odd?" for i in range(40) if not tasks.is_heldout(f"Is {i} odd?\n")]
+    file = write_rows(tmp_path / "p.jsonl", [{"prompt": text} for text in some])
+    with refused("no prompt is held out"):
+        record(folder, tmp_path / "r", file, 4)
+    assert os.listdir(tmp_path / "r") == ["settings.json"]
+
+
 def test_recorded_texts_have_the_states_of_the_target(folder):
     """Prompts of several lengths, greedy and sampled: log_p is the log-probability at the temperature of the
     answer."""

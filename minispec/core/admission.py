@@ -118,16 +118,17 @@ class Admission:
         # The last rows are always prefilled: they give the first token, and the recorded scores. At least
         # two, because a request with one row left counts as prefilled, and would draft at once.
         known = max(len(r.tokens) - max(scheduler.record_prompt, 2), 0)
+        beginning, half = r.tokens[:known], cache.block // 2
         # It waits while another request still prefills half a block or more that both share.
         for other in self.engine.active if scheduler.shares else []:
-            if not other.is_prefilled:
-                common = len(os.path.commonprefix([other.tokens, r.tokens[:known]]))
-                if common - other.n_cached >= cache.block // 2:
+            # First what costs nothing: of many requests about one text, nearly all have read it.
+            if not other.is_prefilled and known - other.n_cached >= half:
+                if len(os.path.commonprefix([other.tokens, beginning])) - other.n_cached >= half:
                     return False
         r.blocks = Allocation()
         r.state = None
         if scheduler.shares and not r.n_cached:          # measurements begin with a cache that counts as read
-            r.n_cached = cache.share(r.blocks, r.tokens[:known])
+            r.n_cached = cache.share(r.blocks, beginning)
             self.shared += r.n_cached
         cache.resize(r.blocks, self.reach(r))
         cache.charged += extra

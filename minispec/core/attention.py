@@ -21,12 +21,12 @@ new rows included.
 """
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from minispec.core import cpu
+from minispec.core.gpt import dense_attend
 from minispec.core.kv_cache import KVCache
 
 # cuDNN makes a new plan for every length, and in decoding every forward has another length.
@@ -140,13 +140,6 @@ def additive(sees, cache):
     return torch.cat([mask] * cache.group, -2)
 
 
-def whole_text(read_cache, layer, q):
-    """Causal attention of the rows of a text from its beginning."""
-    k, v = (x[None] for x in read_cache(layer))
-    q = q.transpose(0, 1)[None]                          # (1, heads, n, D)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-
-
 class OneRequest:
     """Attention of one request's rows over all of its keys: a prompt, or a request alone."""
 
@@ -157,7 +150,10 @@ class OneRequest:
         by_products = keys.record or cpu.products_are_faster(cache.k, keys.n <= FEW, keys.length)
         # A text from its beginning needs no mask, which would have n x n elements.
         if keys.start == 0 and keys.tail is None and not by_products:
-            return writer(members), partial(whole_text, read_cache)
+            def read_causal(layer, q):
+                k, v = (x.transpose(0, 1)[None] for x in read_cache(layer))    # (1, T, G, D)
+                return dense_attend()(layer, q[None], k, v)[0]
+            return writer(members), read_causal
         sees = keys.sees()
         newest = sees.shape[1]
         mask = None if sees.all() else additive(sees, cache)                   # (g * n, newest)
