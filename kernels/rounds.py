@@ -80,7 +80,7 @@ class Rounds(Graphs):
             steps, settings = options
             self.steps = max(self.steps, steps)
             options = self.steps, settings
-            absent = self.engine.batch_size - len(work)
+            absent = self.engine.batch_size - len(per_request["last"])
             per_request = {name: torch.cat([x, x[:1].expand(absent)]) for name, x in per_request.items()}
         return super().__call__(work, per_request, options)
 

@@ -36,6 +36,7 @@ Glossary, code <-> paper: module <-> processing module; `step_map` <-> f_map; `f
 """
 import math
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -235,14 +236,14 @@ class PrismDrafter(ChainDrafter):
         self.depth = depth
         self.name = name
 
-    def first_rows(self, request):
+    def first_rows(self, request, limit):
         """Rows for the tokens committed since the last round, with the target's features. Row r reads
         t_{r+1}."""
         if not request.n_cached:                         # a prompt of one token: the target has no state yet
-            return None
+            return []
         state = self.state_of(request)
         # Module 0 writes over the rows of the last round's drafts.
-        return state.rows(request.tokens[state.cached + 1:request.n_cached + 1])
+        return [state.rows(request.tokens[state.cached + 1:request.n_cached + 1])]
 
 
 # -- drafting: trees -----------------------------------------------------------------------------------------
@@ -277,14 +278,14 @@ class PrismTreeDrafter(PrismDrafter):
         self.room = width * depth
         self.width = min(width, self.draft_head.size)
 
-    def result(self, drafts, q, limit):
+    def result(self, request, drafts, q, limit):
         """A tree of at most `limit` drafts from columns (3, n) of nodes, see `round` and Drafter.propose."""
         # Other requests may have gone deeper.
         n = self.width + (min(self.depth, limit) - 1) * self.width ** 2
         tokens, parents, scores = (column[:n] for column in drafts)
         worth = sum(math.exp(score) >= self.min_confidence / 4 for score in scores)
         tokens, parents = prune(tokens, parents, scores, max(min(limit, worth), 1))
-        return tokens, q, parents
+        return tokens, partial(self.draft_head.whole, q), parents
 
     def round(self, x):
         """All steps: the token, parent and score (B, 3, n) of all n nodes of the trees, see `prune`, and q

@@ -46,16 +46,15 @@ of the vocabulary, N of the draft vocabulary."""
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
-import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from minispec.core import gpt
 from minispec.core.gpt import dense_attend
-from minispec.core.drafters import MIN_CONFIDENCE, CachedDrafter
+from minispec.core.drafters import MIN_CONFIDENCE, PAD_DRAFT, ChainDrafter
 from minispec.core.losses import Divergence
-from minispec.core.noise import apart, stream
+from minispec.core.noise import mix
 from minispec.core.requests import MAX_K, MAX_NODES
 from minispec.core.draft_head import DrafterConfig, TrainedDrafter, fusion
 from minispec.core.verify import LEAST_TEMPERATURE, graft, warp
@@ -371,13 +370,13 @@ def best_path(draft, parents, p):
     return rows
 
 
-class SpecDiffDrafter(CachedDrafter):
+class SpecDiffDrafter(ChainDrafter):
     """Drafts for the engine's SyncScheduler: SyncScheduler(engine, SpecDiffDrafter(..), gamma * k_drafts).
 
     gamma drafts per chain, k_drafts chains per round. Under the rule `coupled` chain i begins with the i-th
     best token of the first slot, and all go on with the best. Under the others chains are drawn independently
     at temperature `temperature` (default: the request's own for one chain, 1 for several); at 0 they are the
-    argmax. A single chain is cut where it gets improbable, like the chains of `ChainDrafter`."""
+    argmax. A single chain is cut where it gets improbable, as `ChainDrafter` says."""
     name = "specdiff"
     segments = 2            # of a request in a round: its new tokens, and its window
     select = staticmethod(best_path)
@@ -396,43 +395,19 @@ class SpecDiffDrafter(CachedDrafter):
         super().__init__(drafter.config, target, gamma)
         self.drafter = drafter.to(target.dtype)
         self.draft_head = drafter.draft_head
-        self.gamma = gamma
-        self.width = k_drafts
+        self.gamma = self.depth = gamma
+        self.width = min(k_drafts, self.draft_head.size)
         self.temperature = temperature
         self.min_confidence = MIN_CONFIDENCE if k_drafts == 1 else 0.0
         self.uses_hidden_states = drafter.config.reads
         self.feature_layers = drafter.config.feature_layers
 
-    def round(self, x):
-        """One forward of all windows: the hidden states (.., C) of their rows."""
-        return [self.drafter(x.tokens, x.positions, x.attend, x.features)]
-
-    def propose(self, requests, limits):
-        """For every request, at most limits[i] drafts of one chain or of a trie; see drafters.py."""
-        out = [([], None)] * len(requests)
-        # All windows of the batch share one forward, and all K chains of a request share its window. A
-        # request near its end has a shorter window, or none.
-        live = [i for i, limit in enumerate(limits) if limit > 0]
-        sizes = [min(self.gamma, limits[i]) for i in live]                 # slots of each window
-        if not live:
-            return out
-        work, wanted, n = [], [], 0
-        for i, slots in zip(live, sizes):
-            for rows in self._rows(requests[i], slots):
-                work.append(rows)
-                n += len(rows.tokens)
-            wanted += range(n - slots, n)                # the rows of t_n and of the masks
-        hidden, = self.run_round(work)
-        for i, own in zip(live, hidden[wanted].split(sizes)):
-            out[i] = self._chains(requests[i], own, limits[i])
-        return out
-
-    def _rows(self, request, slots):
-        """The segments that a request feeds: first its new committed tokens, causal; then the window's masks,
-        which see each other."""
+    def first_rows(self, request, limit):
+        """First its new committed tokens, causal; then the window's masks, which see each other. A request
+        near its end has a shorter window."""
         state = self.state_of(request)
         # The row of the last token guesses the first slot.
-        masks = [MASK] * (slots - 1)
+        masks = [MASK] * (min(self.gamma, limit) - 1)
         # Each new token reads the state of the token before it, the first one none.
         if self.uses_hidden_states and state.cached == 0:
             state.features.insert(0, state.cache.k.new_zeros(1, self.n_features))
@@ -445,74 +420,87 @@ class SpecDiffDrafter(CachedDrafter):
             fed.append(state.rows(masks, tail=sees_all))
         return fed
 
-    def _chains(self, request, states, limit):
-        """The proposal for one request, see drafters.Drafter.propose: a chain, or the trie of several chains,
-        drawn from the states (n, C) of the slots."""
-        sampling = request.sampling.drafting
-        temperature = self.temperature
-        if temperature is None and self.width > 1 and sampling.rule != "coupled":
+    def settings_of(self, request):
+        settings, temperature = super().settings_of(request), self.temperature
+        if temperature is None and self.width > 1 and settings.rule != "coupled":
             temperature = 1.0                            # chains that are all alike would be one chain
-        if temperature is not None:
-            sampling = replace(sampling, temperature=temperature)
-        # Draw k chains. Near the end of an answer, fewer fit into its cache.
-        n = len(states)
-        k = min(self.width, limit // n, self.draft_head.size)
-        drawn, q = self._draw(request, states, k, sampling)                               # (n, k), (n, k, N)
-        qs = [partial(self.draft_head.whole, own) for own in q.unbind(1)]                 # k of (n, V)
-        if k == 1:
-            # The argmax was chosen without chance, so rejection cannot verify it.
-            known = sampling.temperature or not request.sampling.rejects
-            return self._cut(drawn[:, 0], q[:, 0]), qs[0] if known else None
+        if temperature is None:
+            return settings
+        return replace(settings, temperature=temperature)
 
-        # Merge them to a trie.
-        tokens, parents = [], []
-        rows = [graft(chain, tokens, parents) for chain in self.draft_head.tokens(drawn).T.tolist()]
-        chains = [list(zip(rows, qs))] if request.sampling.rejects and sampling.temperature else []
-        return tokens, qs[0], parents, *chains
+    def round(self, x):
+        """One forward of all windows, and the K chains of each: tokens (B, n, K), PAD_DRAFT after a chain
+        that was cut, and the distributions q (B, n, K, N) that they were drawn from, (B, n, 1, N) without a
+        Markov head."""
+        n, settings = x.options
+        hidden = self.drafter(x.tokens, x.positions, x.attend, x.features)
+        # The window follows the last token. Drafts after the end of a shorter one are not used.
+        rows = x.per_request["last"][:, None] + torch.arange(n, device=hidden.device)
+        index, q = self.chains(hidden[rows.clamp(max=len(hidden) - 1)], x.per_request, settings)
+        tokens = self.draft_head.tokens(index)
+        if self.width == 1:                              # the draft that drops below is still verified
+            reach = q.gather(-1, index[..., None])[..., 0].cumprod(1)
+            ended = reach[:, :-1] < x.per_request["min_confidence"][:, None, None]
+            tokens[:, 1:].masked_fill_(ended, PAD_DRAFT)
+        return [tokens, q]
 
-    def _noise(self, request, n, k, sampling):
-        """The noise (n, k, N) of n slots: under the rule `coupled` the target's, else one for each chain."""
-        if not sampling.temperature:
-            return torch.ones(n, k, self.draft_head.size, device=self.target.device)
-        lanes = [sampling.lane + chain * (sampling.rule != "coupled") for chain in range(k)]
-        streams = np.array([stream(request.sampling.seed, lane) for lane in lanes] * n)
-        slots = len(request.tokens) + apart(request, sampling.lane) + np.arange(n).repeat(k)
-        return self.draft_head.noise(streams, slots).unflatten(0, (n, k))
-
-    def _draw(self, request, states, k, sampling):
-        """k chains from the states (n, C) of n slots: indices (n, k), and the distributions (n, k, N) that
-        they were drawn from; at temperature 0 the argmax, and the softmax."""
-        noise = self._noise(request, len(states), k, sampling)
-        logits = self.draft_head.head(states)                                             # (n, N)
+    def chains(self, states, per_request, settings):
+        """K chains from the states (B, n, C) of the slots: indices (B, n, K), and q, see `round`. Drafts are
+        the largest of q / noise, or of q."""
+        n = states.shape[1]
+        coupled = settings.rule == "coupled"
+        logits = self.draft_head.head(states)                                             # (B, n, N)
+        noise = torch.ones_like(logits, dtype=torch.float)[:, :, None]                    # (B, n, 1, N)
+        if settings.temperature:
+            # Under the rule `coupled` all chains have the target's noise, else each its own.
+            streams = [per_request["streams"]]
+            if not coupled:
+                streams += [mix(streams[0] + chain) for chain in range(1, self.width)]
+            at = per_request["at"][:, None] + torch.arange(n, device=states.device)       # (B, n)
+            at, streams = torch.broadcast_tensors(at[..., None], torch.stack(streams, -1)[:, None])
+            noise = self.draft_head.noise(streams.flatten(), at.flatten()).view(*at.shape, -1)
         if self.drafter.markov is None:
-            q = warp(logits, sampling)[:, None].expand(-1, k, -1)                # (n, k, N)
-            scores = q / noise
-            drawn = scores.argmax(-1)                                                     # (n, k)
-            if k > 1 and sampling.rule == "coupled":
-                drawn[0] = scores[0, 0].topk(k).indices
-            return drawn, q
+            q = warp(logits, settings)[:, :, None]
+            return best((q / noise).expand(-1, -1, self.width, -1), coupled), q
 
         # With a Markov head one slot follows the other, among the likeliest tokens of its marginal.
-        top, among = logits.topk(min(CANDIDATES, self.draft_head.size))                   # (n, c)
-        of_head = self.draft_head.head.weight[among]                                      # (n, c, C)
-        indices, qs, more = [], torch.zeros_like(noise), 0.0                              # qs (n, k, N)
-        for slot in range(len(states)):
+        top, among = logits.topk(min(CANDIDATES, self.draft_head.size))                   # (B, n, c)
+        of_head = self.draft_head.head.weight[among]                                      # (B, n, c, C)
+        drawn, qs = [], torch.zeros_like(noise[:, :, :1].expand(-1, -1, self.width, -1))
+        for slot in range(n):
+            given = top[:, slot, None].expand(-1, self.width, -1)                         # (B, K, c)
             if slot:
-                before = self.draft_head.tokens(indices[-1])
-                term = self.drafter.markov(self.drafter.target.embed(before))             # (k, C)
-                more = term @ of_head[slot].mT                                            # (k, c)
-            q = warp((top[slot] + more).expand(k, -1), sampling)
-            scores = q / noise[slot][:, among[slot]]
-            index = scores.argmax(-1)
-            if k > 1 and slot == 0 and sampling.rule == "coupled":
-                index = scores[0].topk(k).indices
-            indices.append(among[slot][index])                                            # (k,)
-            qs[slot].index_copy_(1, among[slot], q)
-        return torch.stack(indices), qs
+                before = self.draft_head.tokens(drawn[-1])
+                term = self.drafter.markov(self.drafter.target.embed(before))             # (B, K, C)
+                given = given + term @ of_head[:, slot].mT
+            q, here = warp(given, settings), among[:, slot, None].expand_as(given)
+            own = noise[:, slot].expand(-1, self.width, -1).gather(-1, here)
+            index = best((q / own)[:, None], coupled and not slot)[:, 0]                  # (B, K)
+            drawn.append(here.gather(-1, index[..., None])[..., 0])
+            qs[:, slot].scatter_(-1, here, q)
+        return torch.stack(drawn, 1), qs
 
-    def _cut(self, index, q):
-        """The tokens of a chain of indices (n,) drawn from q (n, N), up to the first one that makes the
-        product of their probabilities less than `min_confidence`; it stays, see ChainDrafter."""
-        reach = q.gather(-1, index[:, None])[:, 0].cumprod(0)
-        n = 1 + int((reach[:-1] >= self.min_confidence).sum())
-        return self.draft_head.tokens(index[:n]).tolist()
+    def result(self, request, drafts, q, limit):
+        """The proposal for a request: a chain of `drafts` (n, K), or a trie of all that fit."""
+        n = min(len(drafts), limit)
+        k = min(self.width, limit // n)
+        drawn = self.settings_of(request).temperature
+        chains, qs = list(zip(*drafts)), q.expand(-1, self.width, -1).unbind(1)
+        if k == 1:
+            chain, q = super().result(request, list(chains[0]), qs[0], limit)
+            # The argmax was chosen without chance, so rejection cannot verify it.
+            return chain, q if drawn or not request.sampling.rejects else None
+        qs = [partial(self.draft_head.whole, own) for own in qs]
+        tokens, parents = [], []
+        rows = [graft(chain[:n], tokens, parents) for chain in chains[:k]]
+        known = [list(zip(rows, qs))] if request.sampling.rejects and drawn else []
+        return tokens, qs[0], parents, *known
+
+
+def best(scores, spread):
+    """The best of scores (B, n, K, c): indices (B, n, K). spread: in the first slot chain i begins with the
+    i-th best."""
+    index = scores.argmax(-1)
+    if spread:
+        index[:, 0] = scores[:, 0, 0].topk(index.shape[-1]).indices
+    return index

@@ -551,7 +551,7 @@ def drafts(owner, method, wrong):
 
 
 PRISM = PrismDrafter, "result"
-WINDOW = SpecDiffDrafter, "_chains"
+WINDOW = SpecDiffDrafter, "result"
 
 
 @pytest.mark.parametrize(

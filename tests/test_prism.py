@@ -201,8 +201,8 @@ def first_tree(prompt, stop):
     steps = []
 
     class Watched(PrismTreeDrafter):
-        def result(self, drafts, q, limit):
-            seen.append((drafts, super().result(drafts, q, limit), len(steps)))
+        def result(self, request, drafts, q, limit):
+            seen.append((drafts, super().result(request, drafts, q, limit), len(steps)))
             return seen[-1][1]
 
     drafter = Watched(TWO, TARGET, 4, 2)

@@ -8,6 +8,7 @@ import itertools
 import math
 import random
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from test_trained import (FORMS, FULL, TARGET, features_of, fit, prompts, run, s
                           trained)
 
 from minispec import prism, specdiff
-from minispec.core.drafters import MIN_CONFIDENCE as STOP_AT
+from minispec.core.drafters import MIN_CONFIDENCE as STOP_AT, PAD_DRAFT
 from minispec.core.engine import Engine
 from minispec.core.gpt import dense_attend
 from minispec.core.requests import Request
@@ -361,9 +362,13 @@ def test_one_chain_ends_early_and_several_do_not():
     drafts = SpecDiffDrafter(drafter, TARGET)
     assert drafts.min_confidence == STOP_AT
     assert SpecDiffDrafter(drafter, TARGET, k_drafts=3).min_confidence == 0
-    q = torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.6, 0.4], [1.0, 0.0]])
-    for drafts.min_confidence, n in ((0.0, 4), (0.26, 4), (0.3, 3), (0.46, 2), (0.95, 1)):
-        assert drafts._cut(torch.tensor([0, 1, 0, 0]), q) == [0, 1, 0, 0][:n]
+    drawn, q = [0, 1, 0, 0], torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.6, 0.4], [1.0, 0.0]])
+    drafts.drafter = lambda *_: torch.zeros(4, 1)
+    drafts.chains = lambda *_: (torch.tensor(drawn)[None, :, None], q[None, :, None])
+    for least, n in ((0.0, 4), (0.26, 4), (0.3, 3), (0.46, 2), (0.95, 1)):
+        about = {"last": torch.tensor([0]), "min_confidence": torch.tensor([least])}
+        x = SimpleNamespace(options=(4, None), tokens=0, positions=0, attend=0, features=0, per_request=about)
+        assert drafts.round(x)[0].flatten().tolist() == drawn[:n] + [PAD_DRAFT] * (4 - n)
 
 
 # -- formulas (C) --------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ the newly committed tokens, accepted drafts among them, and overwrites these key
 """
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 
 import torch
 
@@ -135,9 +134,10 @@ class ChainDrafter(CachedDrafter):
     """A drafter whose first step reads the tokens committed since the last round. Every further step reads
     the token that the step before it drew, on the device.
 
-    A subclass has `draft_head` (DraftHead); first_rows(request) -> Segment, or None if it cannot draft yet;
-    and step(number, tokens, states, positions, attend), one forward of N rows with the states (N, C) of the
-    step before, or the features: states (N, C). width: rows of a request in every step but the first.
+    A subclass has `draft_head` (DraftHead); first_rows(request, limit) -> [Segment], the first of which ends
+    with the last committed token, or [] if it cannot draft yet; and step(number, tokens, states, positions,
+    attend), one forward of N rows with the states (N, C) of the step before, or the features: states (N, C).
+    width: rows of a request in every step but the first.
 
     Early end: a chain ends once the drafter's confidence, the product of its probabilities of the drafts, is
     below `min_confidence`. The draft that drops below is still verified: discarding it would bias the drafts
@@ -150,18 +150,23 @@ class ChainDrafter(CachedDrafter):
         # 1. The requests that can draft, in groups that draw alike.
         groups = {}
         for i, (r, limit) in enumerate(zip(requests, limits)):
-            segment = self.first_rows(r) if limit > 0 else None
-            if segment:
-                groups.setdefault(r.sampling.drafting.settings, []).append((i, segment))
+            segments = self.first_rows(r, limit) if limit > 0 else []
+            if segments:
+                groups.setdefault(self.settings_of(r), []).append((i, segments))
         # 2. A round of each group, with as many steps as its deepest request takes: one more row is cheap.
         for settings, group in groups.items():
-            indices, segments = zip(*group)
+            segments, last, ends = [], [], []
+            for _, (first, *more) in group:
+                last.append(sum(len(s.tokens) for s in [*segments, first]) - 1)
+                ends.append(first.start + len(first.tokens))
+                segments += [first, *more]
+            indices = [i for i, _ in group]
             some = [requests[i] for i in indices]
             steps = min(self.depth, max(limits[i] for i in indices))
             tables = {
-                # the last row of each request, and its number of slots after the first step
-                "last": [n - 1 for n in accumulate(len(s.tokens) for s in segments)],
-                "ends": [s.start + len(s.tokens) for s in segments],
+                # the row of each request's last token, and its number of slots after the first step
+                "last": last,
+                "ends": ends,
                 # its stream of noise, and the position of its first draft
                 "streams": [stream(r.sampling.seed, settings.lane) for r in some],
                 "at": [len(r.tokens) + apart(r, settings.lane) for r in some],
@@ -172,8 +177,12 @@ class ChainDrafter(CachedDrafter):
             drafts, q = self.run_round(segments, per_request, (steps, settings))
             # 3. The drafts as the engine wants them.
             for i, tokens, own in zip(indices, drafts.tolist(), q):
-                out[i] = self.result(tokens, partial(self.draft_head.whole, own), limits[i])
+                out[i] = self.result(requests[i], tokens, own, limits[i])
         return out
+
+    def settings_of(self, request):
+        """The settings that its drafts are drawn with."""
+        return request.sampling.drafting.settings
 
     def round(self, x):
         """All steps of chains: the drafts (B, steps), PAD_DRAFT after a chain that ended early, and the
@@ -203,10 +212,11 @@ class ChainDrafter(CachedDrafter):
             qs.append(q)
         return [torch.stack(tokens, 1), torch.stack(qs, 1)]
 
-    def result(self, drafts, q, limit):
-        """The proposal of one request, at most `limit` drafts: a chain of the first `drafts`, and q."""
+    def result(self, request, drafts, q, limit):
+        """The proposal for a request, at most `limit` drafts: a chain of the first `drafts`, and their q (n,
+        N), see Drafter.propose."""
         n = [*drafts[:limit], PAD_DRAFT].index(PAD_DRAFT)
-        return drafts[:n], q
+        return drafts[:n], partial(self.draft_head.whole, q)
 
 
 # -- drafters ------------------------------------------------------------------------------------------------
@@ -282,9 +292,9 @@ class SmallLM(ChainDrafter):
         """One step; see ChainDrafter. A token that the small model lacks is read as its last one."""
         return self.target(tokens.clamp(max=self.config.vocab_size - 1), positions, attend)
 
-    def first_rows(self, request):
+    def first_rows(self, request, limit):
         """Rows for the tokens committed since the last round, at least for the last token, whose logits are
         needed. Accepted drafts are fed once more, because one more row costs next to nothing."""
         state = self.state_of(request)
         state.cached = min(state.cached, len(request.tokens) - 1)
-        return state.rows(request.tokens[state.cached:])
+        return [state.rows(request.tokens[state.cached:])]
