@@ -8,7 +8,6 @@ import statistics
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from minispec import cdlm
 from minispec.data import tasks
@@ -19,9 +18,9 @@ from minispec.tools.answers import requests_of, verdict
 from minispec.tools.files import read_json
 from minispec.tools.intervals import with_range
 from minispec.tools.markdown import table
+from minispec.tools.training import fast_dtype
 
 FIRST = 3000                    # seed of the first held-out problem used here
-BF16 = torch.bfloat16           # takes half the time of fp32
 POINTS = (0.9, cdlm.THRESHOLD, 0.998)    # thresholds: the paper's, the default, and one for accuracy
 BATCHES = {1: 5, 4: 8, 16: 16}  # of the timed runs, and their problems
 REPEATS = 3
@@ -72,16 +71,23 @@ def compare(study, args, model, tokenizer, cells, n):
         return {"decoder": name, **settings, **row}
 
     rows = each_kept(study, args, model, cells, measure)
-    return {"rows": rows, "table": table(rows, {**SETTINGS, **BY_FAMILY, **ACCURACY})}
+    return {"rows": rows, "about": dtype_of(args), "table": table(rows, {**SETTINGS, **BY_FAMILY, **ACCURACY})}
+
+
+def dtype_of(args):
+    """The dtype of the models, for the footer of a table."""
+    return {"dtype": str(fast_dtype(args.device)).removeprefix("torch.")}
 
 
 def models_of(args, model):
-    """The target ("ar"), the teacher and the student, in bf16. "dual" is the teacher with stale keys."""
+    """The target ("ar"), the teacher and the student, in the device's fast dtype. "dual" is the teacher with
+    stale keys."""
     folders = {kind: methods.folder_of(name, args) for name, kind in cdlm.METHODS.items()}
     if missing := [folder for folder in folders.values() if not Path(folder).exists()]:
         raise LeftOut(f"there is no diffusion model in {missing[0]}")
     folders["ar"] = args.model
-    models = {name: checkpoints.load(folder, model.device, BF16) for name, folder in folders.items()}
+    dtype = fast_dtype(args.device)
+    models = {name: checkpoints.load(folder, model.device, dtype) for name, folder in folders.items()}
     return {**models, "dual": models["teacher"]}
 
 
@@ -146,7 +152,7 @@ def cdlm_speed(args, model, tokenizer):
     batches = {1: 1, 4: 4} if args.quick else BATCHES
     rows = sum(each_kept("cdlm_speed", args, model, list(batches.items()), measure), [])
     alone = [row for row in rows if row["batch"] == 1 and "steps_a_block" not in row]
-    return {"rows": rows, "table": table(rows, SPEED), "short": table(alone, SPEED)}
+    return {"rows": rows, "about": dtype_of(args), "table": table(rows, SPEED), "short": table(alone, SPEED)}
 
 
 SPEED = {
@@ -203,7 +209,7 @@ def cdlm_ablations(args, model, tokenizer):
     def measure(group, name, threshold):
         runs = []
         for folder in arms[group, name]:
-            student = checkpoints.load(folder, model.device, BF16)
+            student = checkpoints.load(folder, model.device, fast_dtype(args.device))
             decoder = cdlm.Decoder(student, tokenizer.mask_id, threshold=threshold, batch_size=16)
             runs.append(solve(decoder, problems, tokenizer)["runs"])
         row = {"group": group, "training": name.replace("_", " "), "seeds": len(runs),
@@ -222,7 +228,8 @@ def cdlm_ablations(args, model, tokenizer):
     for row in rows:
         if row["threshold"] == cdlm.THRESHOLD:
             usual.setdefault(row["training"], row)
-    return {"rows": rows, "table": table(rows, ABLATIONS), "short": table(usual.values(), ABLATIONS)}
+    return {"rows": rows, "about": dtype_of(args), "table": table(rows, ABLATIONS),
+            "short": table(usual.values(), ABLATIONS)}
 
 
 ABLATIONS = {
