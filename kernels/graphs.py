@@ -10,8 +10,8 @@ is determined by its `Inputs`. `Graphs` pads its tables to the next of SIZES and
 copy; there is one graph per size:
 
     rows        pad rows repeat token 0 at position 0. No work item names them, so their attention is
-                undefined, and nothing reads it. Their keys and values go to a spare block of the cache, which
-                no request owns.
+                undefined, and no result depends on it. Their keys and values go to a spare
+                block of the cache, which no request owns.
     work        items, merges and the list of scored requests end in -1, up to the most that the rows can ever
                 need (`room`).
     requests    each has a slot in the tables. A request that drafts from a list keeps its slot, so that its
@@ -25,8 +25,8 @@ All steps of a drafter's round are one graph: each step draws its token on the d
 reads it (core/drafters.py, ChainDrafter).
 
 The tests replace `capture` by a stand-in and run all the rest in Triton's interpreter. On a GPU the
-methods wrote the CPU's tokens (docs/gpu.md). The cost of padded grids and copies, against the saved launches,
-has not been measured.
+methods wrote the CPU's tokens (docs/gpu.md says when). The cost of padded grids and copies, against the saved
+launches, has not been measured.
 """
 import gc
 import time

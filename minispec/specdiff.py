@@ -52,7 +52,7 @@ import torch.nn.functional as F
 
 from minispec.core import gpt
 from minispec.core.gpt import dense_attend
-from minispec.core.drafters import MIN_CONFIDENCE, PAD_DRAFT, ChainDrafter
+from minispec.core.drafters import PAD_DRAFT, ChainDrafter
 from minispec.core.losses import Divergence
 from minispec.core.noise import mix
 from minispec.core.requests import MAX_K, MAX_NODES
@@ -398,7 +398,6 @@ class SpecDiffDrafter(ChainDrafter):
         self.gamma = self.depth = gamma
         self.width = min(k_drafts, self.draft_head.size)
         self.temperature = temperature
-        self.min_confidence = MIN_CONFIDENCE if k_drafts == 1 else 0.0
         self.uses_hidden_states = drafter.config.reads
         self.feature_layers = drafter.config.feature_layers
 
@@ -501,6 +500,6 @@ def best(scores, spread):
     """The best of scores (B, n, K, c): indices (B, n, K). spread: in the first slot chain i begins with the
     i-th best."""
     index = scores.argmax(-1)
-    if spread:
+    if spread and index.shape[-1] > 1:
         index[:, 0] = scores[:, 0, 0].topk(index.shape[-1]).indices
     return index

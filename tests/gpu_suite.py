@@ -7,7 +7,7 @@
     kernels   attention over slot lists and scores, against those bytes
     decode    our autoregressive loop on the target (--model), against the time to read weights and cache once
               a token
-    speed     every method with a drafter next to that loop, on the problems of bench.py speed
+    speed     prompt lookup and the trained drafters next to that loop, on the problems of bench.py speed
     serving   SpecGen next to it, on long texts, each request with its own
 
 A cell for which the memory is too small is noted as such, and the next one begins; an interrupted run goes on
@@ -181,7 +181,7 @@ def decode(s, model):
 # -- the methods -----------------------------------------------------------------------------------
 
 def speed(args, tokenizer, s, model, batch, n):
-    """A row for each method on n problems of each workload, `batch` of them at once. Greedy answers end where
+    """A row for each drafter on n problems of each workload, `batch` of them at once. Greedy answers end where
     they begin to repeat themselves."""
     problems = run.numbered(tokenizer, n, args.data)
     longest, _ = run.before_loops(problems, tokenizer, model, args, s.new_tokens)

@@ -573,6 +573,19 @@ def test_the_study_of_a_gpu_runs_anywhere(monkeypatch):
         gpu.gpu(methods.settings(quick=False), toy_model())
 
 
+def test_the_suite_of_a_gpu_times_methods(shipped, monkeypatch):
+    """Those with drafters on short texts, SpecGen on long ones, next to the plain loop."""
+    monkeypatch.setattr(gpu.results, "suitable", lambda *_: ["ngram", "specgen"])
+    out = gpu.gpu(methods.settings(quick=True, data=None), *shipped)
+    for section, name in (("speed", "ngram"), ("serving", "specgen")):
+        plain, row = out[section]
+        assert (plain["method"], plain["speedup"], plain["tau"], row["method"]) == ("ar", 1, 1, name)
+        assert row["identical"] == row["requests"] and row["tau"] > 1
+        assert row["tokens"] == plain["tokens"]
+        assert row["tokens_per_second"] == row["tokens"] / sum(row["seconds"].values())
+    assert gpu.tables(out).count("identical to ar") == 2
+
+
 def test_a_cell_that_does_not_fit_is_noted_and_the_next_one_begins(monkeypatch):
     """Its remains are collected first: an engine and its scheduler hold each other, so nothing goes by
     itself."""

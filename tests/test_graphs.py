@@ -32,6 +32,7 @@ from minispec.specgen import PillarKeys, SpecGen
 from minispec.studies import measure
 
 import references
+from test_trained import toy_specdiff
 
 graphs.capture = references.capture  # there is no GPU to capture on
 
@@ -360,13 +361,15 @@ def test_a_layer_is_few_kernels(counting):
 TARGET, SMALL = (toy_model(vocab=32, head_dim=16, seed=seed) for seed in (0, 1))
 PRISM = prism.for_target(TARGET, (0, 1)).eval()
 SPECDIFF = specdiff.for_target(TARGET, gamma=3).eval()
-MARKOV = specdiff.for_target(TARGET, gamma=3, rank=4).eval()
+MARKOV = toy_specdiff(TARGET, gamma=3, rank=4)
 DRAFTERS = {
     "draft": (partial(SmallLM, SMALL, TARGET), 3),
     "prism": (partial(prism.PrismDrafter, PRISM, TARGET, 4), 4),
     "prism tree": (partial(prism.PrismTreeDrafter, PRISM, TARGET, 3, 3), 7),
     "specdiff": (partial(specdiff.SpecDiffDrafter, SPECDIFF, TARGET), 3),
-    "specdiff K=3": (partial(specdiff.SpecDiffDrafter, MARKOV, TARGET, k_drafts=3), 9),
+    "specdiff K=3": (partial(specdiff.SpecDiffDrafter, SPECDIFF, TARGET, k_drafts=3), 9),
+    "markov": (partial(specdiff.SpecDiffDrafter, MARKOV, TARGET), 3),
+    "markov K=3": (partial(specdiff.SpecDiffDrafter, MARKOV, TARGET, k_drafts=3), 9),
 }
 METHODS = {
     "ar": SyncScheduler,
@@ -509,8 +512,9 @@ def test_a_round_in_a_graph_drafts_what_single_steps_do(name, temperature, count
             return out
 
         drafter.propose = propose
-        first = Request([3, 1, 4, 1, 5], 6, Sampling(temperature, seed=1))
-        second = Request([9, 2], 19, Sampling(temperature, seed=2))
+        rule = "walk" if "K=3" in name else "coupled"    # chains with noise of their own
+        first = Request([3, 1, 4, 1, 5], 6, Sampling(temperature, seed=1, rule=rule))
+        second = Request([9, 2], 19, Sampling(temperature, seed=2, rule=rule))
         with scattered(4):
             answers = engine.generate([first, second])
         runs.append((proposed, ids_of(answers)))

@@ -10,14 +10,16 @@ import torch
 from conftest import chi_square, seeded
 
 from minispec.core import noise as module
-from minispec.core.noise import COINS, OWN, TARGET, noise, stream, uniform
+from minispec.core.noise import COINS, OWN, TARGET, mix, noise, stream, uniform
 
 N = 256
 V = 4096
 
 
-def asked(seeds=[7] * N, positions=range(N), lane=TARGET, v=V):
+def asked(seeds=[7] * N, positions=range(N), lane=TARGET, v=V, chain=0):
     streams = torch.tensor([stream(seed, lane) for seed in seeds])
+    if chain:                                            # see SpecDiffDrafter.chains
+        streams = mix(streams + chain)
     return uniform(streams, torch.as_tensor(positions), v)
 
 
@@ -35,7 +37,7 @@ def neighbours():
         "large seeds": (asked([2**63 - 1] * N), asked([2**63 - 2] * N)),
         "lanes": (one, asked(lane=OWN)),
         "coins": (one, asked(lane=COINS)),
-        "chains": (asked(lane=OWN), asked(lane=OWN + 1)),
+        "chains": (asked(lane=OWN), asked(lane=OWN, chain=1)),
     }
 
 

@@ -361,7 +361,6 @@ def test_one_chain_ends_early_and_several_do_not():
     drafter = toy_specdiff(reads=True)
     drafts = SpecDiffDrafter(drafter, TARGET)
     assert drafts.min_confidence == STOP_AT
-    assert SpecDiffDrafter(drafter, TARGET, k_drafts=3).min_confidence == 0
     drawn, q = [0, 1, 0, 0], torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.6, 0.4], [1.0, 0.0]])
     drafts.drafter = lambda *_: torch.zeros(4, 1)
     drafts.chains = lambda *_: (torch.tensor(drawn)[None, :, None], q[None, :, None])
@@ -369,6 +368,8 @@ def test_one_chain_ends_early_and_several_do_not():
         about = {"last": torch.tensor([0]), "min_confidence": torch.tensor([least])}
         x = SimpleNamespace(options=(4, None), tokens=0, positions=0, attend=0, features=0, per_request=about)
         assert drafts.round(x)[0].flatten().tolist() == drawn[:n] + [PAD_DRAFT] * (4 - n)
+    drafts.width = 2
+    assert drafts.round(x)[0].flatten().tolist() == drawn
 
 
 # -- formulas (C) --------------------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ REJECTED = {
     "tiny prism tree": (toy_prism(TINY), dict(depth=2, width=3, k=3)),
     "tiny chain": (toy_specdiff(TINY, gamma=2, reads=True), dict()),
     "tiny early stop": (toy_specdiff(TINY, gamma=2, reads=True), dict(stop=0.8)),
-    "tiny three chains": (toy_specdiff(TINY, gamma=2), dict(k_drafts=3)),
+    "tiny three chains": (toy_specdiff(TINY, gamma=2, rank=2), dict(k_drafts=3)),
 }
 
 

@@ -2,7 +2,7 @@
 
     Drafter         the interface between the engine and a drafter
     CachedDrafter   a drafter with its own keys and values; a DraftState for every request
-    ChainDrafter    a CachedDrafter that drafts token by token; on a GPU a round is one CUDA graph
+    ChainDrafter    a CachedDrafter that drafts chains; on a GPU a round is one CUDA graph
     NGram           prompt lookup
     SmallLM         a small model
 
@@ -137,7 +137,8 @@ class ChainDrafter(CachedDrafter):
     A subclass has `draft_head` (DraftHead); first_rows(request, limit) -> [Segment], the first of which ends
     with the last committed token, or [] if it cannot draft yet; and step(number, tokens, states, positions,
     attend), one forward of N rows with the states (N, C) of the step before, or the features: states (N, C).
-    width: rows of a request in every step but the first.
+    width: rows of a request in every step but the first. (SpecDiff has a `round` of one forward, without
+    steps; its width is its number of chains.)
 
     Early end: a chain ends once the drafter's confidence, the product of its probabilities of the drafts, is
     below `min_confidence`. The draft that drops below is still verified: discarding it would bias the drafts

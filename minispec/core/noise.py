@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 # The streams of a seed: for the target's choices, for the coins of rejection sampling, and for drafters whose
-# draws must not depend on the target's (OWN + i for chain i).
+# draws must not depend on the target's.
 TARGET, COINS, OWN = 0, 1, 2
 LOW = (1 << 31) - 1
 APART = 0x5DEECE66D1234567                               # mix(0) is 0, and seed 0 must not be like token 0
