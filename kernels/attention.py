@@ -37,6 +37,7 @@ all 128 decoding in full: 4.3 GB, 1.3 ms.
 """
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -242,44 +243,45 @@ def make_plan(requests, group, chunk=CHUNK, trees=None):
     that waits). length counts the rows' own positions, which lie at the end of the tail, and selected ones
     lie before it: n_selected <= tail <= length - rows. trees: {request: bool (rows, m)}, which of the last m
     <= SEEN positions each row sees; without it they are causal."""
-    table = torch.tensor(requests, dtype=torch.int64).view(-1, 4)
-    rows, length, n_selected, tail = table.unbind(1)
+    # In numpy, whose small operations take a tenth of torch's time.
+    rows, length, n_selected, tail = np.array(requests, np.int64).reshape(-1, 4).T
     # Trees: the newest position is the lowest bit.
-    first_row = rows.cumsum(0) - rows
-    causal = torch.ones_like(rows)
-    sees = torch.full((int(rows.sum()),), -1)
+    first_row = rows.cumsum() - rows
+    causal = np.ones_like(rows)
+    sees = np.full(rows.sum(), -1)
     for i, mask in (trees or {}).items():
         causal[i] = 0
         bits = F.pad(mask.long(), (SEEN - mask.shape[1], 0), value=1) << torch.arange(SEEN - 1, -1, -1)
-        sees[first_row[i]:first_row[i] + len(mask)] = bits.sum(1)
+        sees[first_row[i]:first_row[i] + len(mask)] = bits.sum(1).numpy()
 
     # Tiles: up to `height` packed rows of a request.
     packed = rows * group
-    height = torch.where(packed <= SMALL, SMALL, LARGE)
+    height = np.where(packed <= SMALL, SMALL, LARGE)
     request, i_tile = _expand((packed + height - 1) // height)
     first = i_tile * height[request]
-    n = torch.minimum(height[request], packed[request] - first)            # its packed rows
+    n = np.minimum(height[request], packed[request] - first)               # its packed rows
     # Its list ends where its last row does.
     behind = rows[request] - 1 - (first + n - 1) // group                  # rows after its last one
     entries = (n_selected + length - tail)[request] - behind * causal[request]
     parts = (entries + chunk - 1) // chunk
-    part_rows = torch.where(parts > 1, parts * n, 0)
-    first_part = part_rows.cumsum(0) - part_rows
+    part_rows = np.where(parts > 1, parts * n, 0)
+    first_part = part_rows.cumsum() - part_rows
 
     # Items: a chunk of a tile's list each. Tiles of several chunks are merged.
     tile, i_part = _expand(parts)
-    part = torch.where(parts[tile] > 1, first_part[tile] + i_part * n[tile], -1)
-    items = torch.stack([request[tile], first[tile], i_part * chunk, part], 1)
-    merges = torch.stack([request, first, n, first_part, parts], 1)[parts > 1]
-    requests = torch.stack([first_row, rows, length, n_selected, tail, causal], 1)
-    return Plan(requests.int(), sees, items.int(), merges.int(), int(part_rows.sum()), chunk)
+    part = np.where(parts[tile] > 1, first_part[tile] + i_part * n[tile], -1)
+    items = np.stack([request[tile], first[tile], i_part * chunk, part], 1)
+    merges = np.stack([request, first, n, first_part, parts], 1)[parts > 1]
+    requests = np.stack([first_row, rows, length, n_selected, tail, causal], 1)
+    requests, items, merges = (torch.from_numpy(x.astype(np.int32)) for x in (requests, items, merges))
+    return Plan(requests, torch.from_numpy(sees), items, merges, int(part_rows.sum()), chunk)
 
 
 def _expand(counts):
     """counts (n,) -> for each of counts.sum() members the index of its owner and its rank there:
     [2, 1] -> 0 0 1, 0 1 0."""
-    owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+    owner = np.arange(len(counts)).repeat(counts)
+    return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
 
 
 def attention(q, k, v, slots, selected, plan):

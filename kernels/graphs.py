@@ -33,6 +33,7 @@ import time
 from dataclasses import dataclass, replace
 from math import prod
 
+import numpy as np
 import torch
 
 from minispec.core.kv_cache import KVCache
@@ -167,7 +168,7 @@ class Graphs:
         features = self.cache.k.new_zeros(rows, self.features)
         x = Inputs(t["tokens"], t["positions"], t["new"], t["table"], None, self.selected, t["which"], plan,
                    self.scores, features, {name: t[name] for name in self.per_request}, self.cache)
-        static = host, tables(host, shapes), buffer, x
+        static = host, {name: own.numpy() for name, own in tables(host, shapes).items()}, buffer, x
         if rows in SIZES:
             self.statics[rows] = static
         return static
@@ -205,10 +206,11 @@ class Graphs:
         plan = make_plan(shapes, self.cache.group, trees=trees)
 
         # Requests go to their places, work items name these.
-        place = torch.tensor(places, dtype=torch.int32)
-        requests = torch.zeros(self.batch, 6, dtype=torch.int32)
+        place = np.array(places)
+        requests = np.zeros((self.batch, 6), int)
         requests[places] = plan.requests
-        for work in (plan.items, plan.merges):
+        items, merges = plan.items.numpy(), plan.merges.numpy()
+        for work in (items, merges):
             work[:, 0] = place[work[:, 0]]
         # So do block tables. Slots without a request repeat the first one's. Entries after the end of a table
         # are never read.
@@ -216,7 +218,7 @@ class Graphs:
         for i, s in zip(places, segments):
             owners[i] = s.keys
         spare = [self.cache.n_blocks] * self.n_blocks
-        table = torch.tensor([(keys.blocks.table + spare)[:self.n_blocks] for keys in owners])
+        table = [(keys.blocks.table + spare)[:self.n_blocks] for keys in owners]
         # The slots that new rows are written to.
         new = [slot for s, end in zip(segments, ends)
                for slot in self.cache.slot_list(s.keys.blocks, range(s.start, end))]
@@ -226,20 +228,20 @@ class Graphs:
         given = {
             "tokens": batch.tokens,
             "positions": batch.positions,
-            "new": torch.tensor(new),
+            "new": new,
             "sees": plan.sees,
             "table": table,
             "requests": requests,
-            "items": plan.items,
-            "merges": plan.merges,
-            "which": torch.tensor(scored, dtype=torch.int32),
+            "items": items,
+            "merges": merges,
+            "which": scored,
             **batch.per_request,
         }
         # All of it in one copy: each takes the host as long as a launch.
         host, filled, buffer, x = self.static(rows)
         for name, new in given.items():
-            filled[name].fill_(self.padding.get(name, 0))
-            filled[name][tuple(map(slice, new.shape))] = new
+            filled[name].fill(self.padding.get(name, 0))
+            filled[name][:len(new)] = new
         buffer.copy_(host, non_blocking=True)
         if batch.features is not None:
             x.features[:len(batch.features)] = batch.features

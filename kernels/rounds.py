@@ -20,23 +20,31 @@ from .graphs import Graphs, Inputs, target_graphs
 class Rows(Inputs):
     """The rows of one draft step of all requests, on the kernels; see requests.Batch."""
     later: Plan = None          # the plan of every step after the first
+    ahead: tuple = None         # of all these steps: positions, slots of the new rows, tables of requests
     ends_early = False          # a graph takes all steps
 
     def next_rows(self, number, tokens, sees=None):
-        # Slots, lengths and masks, all on the device. Every step before wrote w rows.
-        w = tokens.shape[1]
-        ends = self.per_request["ends"]
-        positions = (ends + number - 2).repeat_interleave(w)
-        first = ends[:, None] + (number - 2) * w
-        new = first + torch.arange(w, device=first.device)
-        requests = self.later.requests.clone()
-        requests[:, 2] = new[:, -1] + 1
+        # Slots, lengths and masks, all on the device; those that no draft changes, for all steps at once.
+        ahead = self.ahead or self.steps_ahead(tokens.shape[1])
+        positions, new, requests = (table[number - 2] for table in ahead)
         plan = replace(self.later, requests=requests)
         if sees is not None:
-            back = torch.arange(sees.shape[-1] - 1, -1, -1, device=first.device)
+            back = torch.arange(sees.shape[-1] - 1, -1, -1, device=sees.device)
             plan.sees = ~((~sees).long() << back).sum(-1).flatten()
-        new = self.slots.gather(1, new).flatten().long()
-        return replace(self, tokens=tokens.flatten(), positions=positions, features=None, new=new, plan=plan)
+        return replace(self, tokens=tokens.flatten(), positions=positions, features=None, new=new, plan=plan,
+                       ahead=ahead)
+
+    def steps_ahead(self, w):
+        """`ahead` for steps of w rows a request. Every step writes its rows after those of the step
+        before."""
+        ends, (steps, _) = self.per_request["ends"], self.options
+        step = torch.arange(steps - 1, device=ends.device)[:, None]                     # (steps, 1)
+        at = (ends + step * w)[..., None] + torch.arange(w, device=ends.device)         # (steps, B, w)
+        requests = self.later.requests.repeat(len(step), 1, 1)                          # (steps, B, 6)
+        requests[:, :, 2] = at[:, :, -1] + 1
+        new = self.slots.gather(1, at.transpose(0, 1).flatten(1)).long()                # (B, steps * w)
+        new = new.unflatten(1, (-1, w)).transpose(0, 1).flatten(1)                      # (steps, B * w)
+        return (ends + step).repeat_interleave(w, 1), new, requests
 
 
 class Rounds(Graphs):

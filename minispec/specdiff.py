@@ -420,12 +420,12 @@ class SpecDiffDrafter(ChainDrafter):
         return fed
 
     def settings_of(self, request):
-        settings, temperature = super().settings_of(request), self.temperature
-        if temperature is None and self.width > 1 and settings.rule != "coupled":
-            temperature = 1.0                            # chains that are all alike would be one chain
-        if temperature is None:
-            return settings
-        return replace(settings, temperature=temperature)
+        settings = super().settings_of(request)
+        if self.temperature is not None:
+            return replace(settings, temperature=self.temperature)
+        if self.width > 1 and settings.rule != "coupled":
+            return replace(settings, temperature=1.0)    # chains that are all alike would be one chain
+        return settings
 
     def round(self, x):
         """One forward of all windows, and the K chains of each: tokens (B, n, K), PAD_DRAFT after a chain
@@ -458,14 +458,15 @@ class SpecDiffDrafter(ChainDrafter):
             at = per_request["at"][:, None] + torch.arange(n, device=states.device)       # (B, n)
             at, streams = torch.broadcast_tensors(at[..., None], torch.stack(streams, -1)[:, None])
             noise = self.draft_head.noise(streams.flatten(), at.flatten()).view(*at.shape, -1)
+        noise = noise.expand(-1, -1, self.width, -1)                                      # (B, n, K, N)
         if self.drafter.markov is None:
             q = warp(logits, settings)[:, :, None]
-            return best((q / noise).expand(-1, -1, self.width, -1), coupled), q
+            return best(q / noise, coupled), q
 
         # With a Markov head one slot follows the other, among the likeliest tokens of its marginal.
         top, among = logits.topk(min(CANDIDATES, self.draft_head.size))                   # (B, n, c)
         of_head = self.draft_head.head.weight[among]                                      # (B, n, c, C)
-        drawn, qs = [], torch.zeros_like(noise[:, :, :1].expand(-1, -1, self.width, -1))
+        drawn, qs = [], torch.zeros_like(noise)
         for slot in range(n):
             given = top[:, slot, None].expand(-1, self.width, -1)                         # (B, K, c)
             if slot:
@@ -473,8 +474,8 @@ class SpecDiffDrafter(ChainDrafter):
                 term = self.drafter.markov(self.drafter.target.embed(before))             # (B, K, C)
                 given = given + term @ of_head[:, slot].mT
             q, here = warp(given, settings), among[:, slot, None].expand_as(given)
-            own = noise[:, slot].expand(-1, self.width, -1).gather(-1, here)
-            index = best((q / own)[:, None], coupled and not slot)[:, 0]                  # (B, K)
+            scores = q / noise[:, slot].gather(-1, here)
+            index = best(scores[:, None], coupled and not slot)[:, 0]                     # (B, K)
             drawn.append(here.gather(-1, index[..., None])[..., 0])
             qs[:, slot].scatter_(-1, here, q)
         return torch.stack(drawn, 1), qs

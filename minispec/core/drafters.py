@@ -156,12 +156,12 @@ class ChainDrafter(CachedDrafter):
                 groups.setdefault(self.settings_of(r), []).append((i, segments))
         # 2. A round of each group, with as many steps as its deepest request takes: one more row is cheap.
         for settings, group in groups.items():
+            indices, fed = zip(*group)
             segments, last, ends = [], [], []
-            for _, (first, *more) in group:
+            for first, *more in fed:
                 last.append(sum(len(s.tokens) for s in [*segments, first]) - 1)
                 ends.append(first.start + len(first.tokens))
                 segments += [first, *more]
-            indices = [i for i, _ in group]
             some = [requests[i] for i in indices]
             steps = min(self.depth, max(limits[i] for i in indices))
             tables = {
@@ -191,11 +191,10 @@ class ChainDrafter(CachedDrafter):
         steps, settings = x.options
         # The first step reads all new rows of a request; the last of them guesses.
         states = self.step(1, x.tokens, x.features, x.positions, x.attend)[x.per_request["last"]]
-        tokens, qs = [], []
-        confidence = states.new_ones(len(states), dtype=torch.float)
+        tokens, qs, least = [], [], x.per_request["min_confidence"]
+        confidence = [states.new_ones(len(states), dtype=torch.float)]         # before each step
         for number in range(1, steps + 1):
-            ended = confidence < x.per_request["min_confidence"]
-            if x.ends_early and ended.all():
+            if x.ends_early and (confidence[-1] < least).all():
                 break
             if number > 1:
                 # The drawn token is the next row.
@@ -208,10 +207,11 @@ class ChainDrafter(CachedDrafter):
                 scores = q / self.draft_head.noise(x.per_request["streams"], positions)
             index = scores.argmax(-1)
             token = self.draft_head.tokens(index)
-            confidence = confidence * q.gather(-1, index[:, None])[:, 0]
-            tokens.append(token.where(~ended, PAD_DRAFT))
+            confidence.append(confidence[-1] * q.gather(-1, index[:, None])[:, 0])
+            tokens.append(token)
             qs.append(q)
-        return [torch.stack(tokens, 1), torch.stack(qs, 1)]
+        ended = torch.stack(confidence[:-1], 1) < least[:, None]
+        return [torch.stack(tokens, 1).masked_fill(ended, PAD_DRAFT), torch.stack(qs, 1)]
 
     def result(self, request, drafts, q, limit):
         """The proposal for a request, at most `limit` drafts: a chain of the first `drafts`, and their q (n,

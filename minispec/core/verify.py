@@ -34,6 +34,7 @@ all rules are deterministic functions.
 """
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -67,12 +68,12 @@ class Sampling:
         if self.rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(RULES)}, got {self.rule}")
 
-    @property
+    @cached_property
     def settings(self):
         """All but the seed: requests with equal settings are drawn in one batch."""
         return replace(self, seed=0)
 
-    @property
+    @cached_property
     def drafting(self):
         """The settings that drafts are drawn with."""
         return replace(self, temperature=0.0) if self.rule == "point-mass" else self
