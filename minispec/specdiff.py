@@ -54,7 +54,6 @@ from minispec.core import gpt
 from minispec.core.gpt import dense_attend
 from minispec.core.drafters import PAD_DRAFT, ChainDrafter
 from minispec.core.losses import Divergence
-from minispec.core.noise import mix
 from minispec.core.requests import MAX_K, MAX_NODES
 from minispec.core.draft_head import DrafterConfig, TrainedDrafter, fusion
 from minispec.core.verify import LEAST_TEMPERATURE, graft, warp
@@ -435,7 +434,7 @@ class SpecDiffDrafter(ChainDrafter):
         hidden = self.drafter(x.tokens, x.positions, x.attend, x.features)
         # The window follows the last token. Drafts after the end of a shorter one are not used.
         rows = x.per_request["last"][:, None] + torch.arange(n, device=hidden.device)
-        index, q = self.chains(hidden[rows.clamp(max=len(hidden) - 1)], x.per_request, settings)
+        index, q = self.chains(hidden[rows.clamp(max=len(hidden) - 1)], x)
         tokens = self.draft_head.tokens(index)
         if self.width == 1:                              # the draft that drops below is still verified
             reach = q.gather(-1, index[..., None])[..., 0].cumprod(1)
@@ -443,21 +442,17 @@ class SpecDiffDrafter(ChainDrafter):
             tokens[:, 1:].masked_fill_(ended, PAD_DRAFT)
         return [tokens, q]
 
-    def chains(self, states, per_request, settings):
+    def chains(self, states, x):
         """K chains from the states (B, n, C) of the slots: indices (B, n, K), and q, see `round`. Drafts are
         the largest of q / noise, or of q."""
-        n = states.shape[1]
+        n, settings = x.options
         coupled = settings.rule == "coupled"
         logits = self.draft_head.head(states)                                             # (B, n, N)
         noise = torch.ones_like(logits, dtype=torch.float)[:, :, None]                    # (B, n, 1, N)
         if settings.temperature:
             # Under the rule `coupled` all chains have the target's noise, else each its own.
-            streams = [per_request["streams"]]
-            if not coupled:
-                streams += [mix(streams[0] + chain) for chain in range(1, self.width)]
-            at = per_request["at"][:, None] + torch.arange(n, device=states.device)       # (B, n)
-            at, streams = torch.broadcast_tensors(at[..., None], torch.stack(streams, -1)[:, None])
-            noise = self.draft_head.noise(streams.flatten(), at.flatten()).view(*at.shape, -1)
+            own = range(1 if coupled else self.width)
+            noise = torch.stack([self.noise(x, n, chain) for chain in own], 2)
         noise = noise.expand(-1, -1, self.width, -1)                                      # (B, n, K, N)
         if self.drafter.markov is None:
             q = warp(logits, settings)[:, :, None]

@@ -19,7 +19,7 @@ import torch
 from minispec.core.attention import FullKeys
 from minispec.core.kv_cache import Allocation, KVCache
 from minispec.core.requests import MAX_K, Segment, pack
-from minispec.core.noise import apart, stream
+from minispec.core.noise import apart, mix, stream
 from minispec.core.verify import graft, warp
 from minispec.core.draft_head import DraftHead
 
@@ -193,6 +193,7 @@ class ChainDrafter(CachedDrafter):
         states = self.step(1, x.tokens, x.features, x.positions, x.attend)[x.per_request["last"]]
         tokens, qs, least = [], [], x.per_request["min_confidence"]
         confidence = [states.new_ones(len(states), dtype=torch.float)]         # before each step
+        noise = self.noise(x, steps) if settings.temperature else None
         for number in range(1, steps + 1):
             if x.ends_early and (confidence[-1] < least).all():
                 break
@@ -202,9 +203,8 @@ class ChainDrafter(CachedDrafter):
                 states = self.step(number, x.tokens, states, x.positions, x.attend)
             # The draft is the largest of q / noise, or of q.
             q = scores = warp(self.draft_head.head(states), settings)          # (B, N)
-            if settings.temperature > 0:
-                positions = x.per_request["at"] + number - 1
-                scores = q / self.draft_head.noise(x.per_request["streams"], positions)
+            if settings.temperature:
+                scores = q / noise[:, number - 1]
             index = scores.argmax(-1)
             token = self.draft_head.tokens(index)
             confidence.append(confidence[-1] * q.gather(-1, index[:, None])[:, 0])
@@ -212,6 +212,14 @@ class ChainDrafter(CachedDrafter):
             qs.append(q)
         ended = torch.stack(confidence[:-1], 1) < least[:, None]
         return [torch.stack(tokens, 1).masked_fill(ended, PAD_DRAFT), torch.stack(qs, 1)]
+
+    def noise(self, x, n, chain=0):
+        """The noise (B, n, N) of the next n positions: the stream's own, or that of another of its chains."""
+        streams, at = x.per_request["streams"], x.per_request["at"]
+        if chain:
+            streams = mix(streams + chain)
+        at = at[:, None] + torch.arange(n, device=at.device)
+        return self.draft_head.noise(streams.repeat_interleave(n), at.flatten()).unflatten(0, (-1, n))
 
     def result(self, request, drafts, q, limit):
         """The proposal for a request, at most `limit` drafts: a chain of the first `drafts`, and their q (n,
