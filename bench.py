@@ -43,8 +43,7 @@ STUDIES = {study.__name__: study for study in (
 )}
 ALL = list(STUDIES)[:-2]                # the last two need a folder of trained models
 DEFAULT = ("profile", "trace", "run", "bounds")
-OWN_DTYPES = ("bounds", "lossless", "cdlm_accuracy", "cdlm_curves", "cdlm_speed", "cdlm_ablations")
-VARIED = ("lookup", "tree", "k_drafts", "select", "schedule", "delayed", "admission")
+VARIED = ("method", "prompt_lookup", "tree", "k_drafts", "select", "schedule", "delayed", "admission")
 MARKS = r"<!-- table (?:(\w+)/)?(\w+) ?(\w*) -->\n.*?<!-- end -->"  # model, study, which of its tables
 
 
@@ -66,8 +65,6 @@ def parse_args():
     args = p.parse_args()
     if unknown := set(args.studies).difference(known):
         raise ValueError(f"unknown study {', '.join(unknown)}; choose from {', '.join(known)}")
-    if args.method != "ar":
-        raise ValueError("--method is for decode.py; the studies take every method in turn")
     if args.drafter and not set(args.studies or DEFAULT) <= {"arms", "cdlm_ablations"}:
         raise ValueError("--drafter is for arms and cdlm_ablations; the other studies take the model's own")
     for name, option in methods.given(args).items():
@@ -127,7 +124,7 @@ def measure(names, args):
             continue
         if not args.quick:
             seconds = time.perf_counter() - started
-            dtype = "" if name in OWN_DTYPES else results.dtype_name(model)
+            dtype = results.dtype_name(model) if model else ""          # `bounds` loads none
             results.write(name, result, seconds, args.device, dtype)
         print(visible(result["table"]))
 

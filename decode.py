@@ -137,7 +137,7 @@ def check(args):
         owners = methods.OF_METHODS.get(name, (args.method,))
         if args.method not in owners:
             raise ValueError(f"{option} is for {', '.join(owners)}")
-    if 0 < args.lookup < (args.batch or 1):
+    if 0 < args.prompt_lookup < (args.batch or 1):
         raise ValueError("--prompt-lookup is shared by the batch; it must be at least --batch")
     if args.chat and args.cache_tokens:
         raise ValueError("--cache-tokens goes without --chat, whose cache grows with the conversation")

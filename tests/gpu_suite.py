@@ -221,7 +221,8 @@ def next_to_plain(args, model, names, batch, requests, about):
             answers = engine.generate(requests(name))
         seconds = {phase: x - before[phase] for phase, x in engine.seconds.items() if phase != "prefill"}
         tokens = sum(len(g.token_ids) for g in answers)
-        plain = answers if name == "ar" else plain
+        if name == "ar":
+            plain = answers
         rate = tokens / sum(seconds.values())
         rows.append({
             **about, "method": name, "tokens": tokens, "seconds": seconds, "tokens_per_second": rate,

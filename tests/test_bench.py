@@ -28,7 +28,7 @@ from minispec.core.drafters import NGram, SmallLM
 from minispec.core.requests import Request
 from minispec.data import mixture, tasks
 from minispec.studies import measure, results, run
-from minispec.tools import checkpoints, methods
+from minispec.tools import methods
 from minispec.tools.files import write_json
 from minispec.tools.intervals import interval
 from minispec.costs import CostTable
@@ -206,15 +206,13 @@ def measured(tmp_path_factory):
     args = methods.settings(quick=True, cost=str(folder / "costs.json"), data=None)
     patch.setattr(results, "FOLDER", str(folder))
     patch.setattr(measure, "LARGE", 1 << 16)
-    patch.setattr(run, "SMALL", replace(run.SMALL, new=12, traced=4, repeats=(1, 1)))
+    patch.setattr(run, "SMALL", replace(run.SMALL, new=12, traced=4, repeats=1))
     patch.setattr(tasks, "FAMILIES", ("revise",))
     patch.setattr(results, "tqdm", lambda items, **_: items)
     patch.setattr(methods, "ready", lambda settings: ["ngram"])
-    checkpoints.save(model, folder / "diffusion", TARGET)
-    patch.setattr(methods, "folder_of", lambda name, settings: str(folder / "diffusion"))
     out = {"profile": run.profile(args, model, tokenizer)}
     write_json(args.cost, out["profile"]["costs"])
-    patch.setattr(methods, "ready", lambda settings: ["ngram", "adaptive", "cdlm", "dlm"])
+    patch.setattr(methods, "ready", lambda settings: ["ngram", "adaptive", "cdlm"])
     args.quick = False                                        # writes the traces
     for name in ("trace", "run", "bounds"):
         out[name] = bench.STUDIES[name](args, model, tokenizer)
@@ -235,14 +233,11 @@ def test_the_studies_fit_together(measured):
         assert all(set(c[by]["L0"]) == names and all(c[by]["L0"].values()) for by in AVERAGES)
         assert set(c["L1"]) == set(c["error"]) == names
     for r in rows:
-        assert r["identical"] == (r["prompts"] if r["method"] in methods.METHODS else None)
+        assert r["identical"] == r["prompts"] and r["method"] in names
         assert sum(r["phases"].values()) == pytest.approx(r["seconds"])
     which = lambda rows, *keys: [tuple(r[key] for key in keys) for r in rows]
     assert which([r for r in rows if r["temperature"]], "workload", "batch", "method").count(
         ("mixed, T = 0.7", 1, "ngram")) == 1
-    assert which(rows, "method").count(("cdlm",)) == 7
-    slow = which([r for r in rows if r["method"] == "dlm"], "workload", "batch", "prompts")
-    assert slow == [("revise", 1, 1)]
     assert len(traces.read_traces(folder / "traces.jsonl")) == 4
     alone = which([r for r in out["speed"]["rows"] if r["batch"] == 1], "method", "workload")
     assert alone == [(m, "revise") for m in ("ar", "ngram", "adaptive")]
@@ -350,7 +345,7 @@ def test_the_middle_run_is_reported():
 def test_methods_are_compared_in_one_table_of_one_request_at_a_time():
     rows = [{"workload": workload, "method": method, "speedup": float(speedup), "batch": int(batch),
              "tau": 2.0, "tokens_per_second": 100 * float(speedup), "temperature": 0,
-             "decoding": float(speedup), "prompts": 4, "identical": None if method == "dlm" else 3,
+             "decoding": float(speedup), "prompts": 4, "identical": 3,
              "rates": [90 * float(speedup), 110 * float(speedup)]}
             for workload, method, speedup, batch in table("""
                 trace | ar | 1.0 | 1
@@ -361,7 +356,6 @@ def test_methods_are_compared_in_one_table_of_one_request_at_a_time():
                 mixed | ngram | 5.0 | 4
                 gsm8k | ar | 1.0 | 1
                 gsm8k | ngram | 3.0 | 1
-                trace | dlm | 0.2 | 1
             """)]
     plain, lookup = ([f"{key}: {text}" for key, text in row.items()] for row in run.methods_table(rows))
     assert plain == """\

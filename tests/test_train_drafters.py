@@ -474,7 +474,7 @@ def test_one_command_for_an_own_target_and_what_it_writes(qwen3, short_turns, mo
     texts = sum((recorded.texts_of(tmp_path / "whole" / "responses" / f) for f in shards), [])
     assert [bool(text["log_p"].any()) for text in texts] == [False, True] * 6  # greedy, drawn, ..
     drafter = load_drafter(tmp_path / "whole", checkpoints.load(qwen3), prism.PrismConfig)
-    answers = [text["ids"][text["learn"]].tolist() for text in texts]
+    answers = torch.cat([text["ids"][text["learn"]] for text in texts])
     assert torch.equal(drafter.vocabulary, most_frequent(answers, 100, 300))
     run_script(decode, f"--model {qwen3} --method prism --drafter {tmp_path}/whole --prompt hello "
                "--max-new-tokens 30 --compare")

@@ -247,7 +247,7 @@ def test_drafts_are_of_the_draft_vocabulary():
 
 
 def test_the_most_frequent_tokens_of_answers():
-    assert most_frequent([[3, 3, 5], [5, 3, 7]], 2, 8).tolist() == [3, 5]
+    assert most_frequent(torch.tensor([3, 3, 5, 5, 3, 7]), 2, 8).tolist() == [3, 5]
     # Of those never seen, the first.
-    assert most_frequent([[3, 3, 5]], 4, 8).tolist() == [3, 5, 0, 1]
-    assert most_frequent([[3]], 0, 8) is most_frequent([[3]], 8, 8) is None
+    assert most_frequent(torch.tensor([3, 3, 5]), 4, 8).tolist() == [3, 5, 0, 1]
+    assert most_frequent(torch.tensor([3]), 0, 8) is most_frequent(torch.tensor([3]), 8, 8) is None

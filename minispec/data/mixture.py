@@ -119,13 +119,12 @@ def main():
     p = Parser(__doc__)
     p.add_argument("--data", required=True, help="folder of the data sets")
     p.add_argument("--out", required=True, help="folder to write to")
-    p.add_argument("--seed", type=int, default=0, help="seed of the order and of the passages (default 0)")
     args = p.parse_args()
     data, out = Path(args.data), Path(args.out)
     if not data.is_dir():
         raise ValueError(f"there is no folder {data}")
     out.mkdir(parents=True, exist_ok=True)
-    rng = random.Random(args.seed)
+    rng = random.Random(0)
     rows = []
     for name in (*SETS, BOOKS):
         if not (data / name).exists():

@@ -94,12 +94,11 @@ def feature_layers_of(config):
     return tuple(sorted({config.n_layer // 10, config.n_layer // 2}))
 
 
-def most_frequent(answers, n, vocab_size):
-    """The n tokens (n,) that occur most in answers (lists of ids); None, which means all, where n is 0 or no
-    fewer than there are."""
+def most_frequent(tokens, n, vocab_size):
+    """The n tokens (n,) that occur most among `tokens`; None, which means all, where n is 0 or no fewer than
+    there are."""
     if not 0 < n < vocab_size:
         return None
-    tokens = torch.tensor([token for answer in answers for token in answer], dtype=torch.long)
     # Then the first tokens that never occur: byte-level BPE numbers its tokens from frequent to rare.
     counts = torch.bincount(tokens, minlength=vocab_size)
     return counts.argsort(descending=True, stable=True)[:n]
@@ -253,8 +252,8 @@ class DrafterRun(training.Run):
                 self.texts += texts_of(file, least)
         if not self.texts or not self.heldout:
             raise ValueError(f"too few prompts, or none with an answer within {LONGEST} tokens")
-        answers = [text["ids"][text["learn"]].tolist() for text in self.texts]
-        model.restrict(most_frequent(answers, args.draft_vocab, model.config.vocab_size))
+        tokens = torch.cat([text["ids"][text["learn"]] for text in self.texts])
+        model.restrict(most_frequent(tokens, args.draft_vocab, model.config.vocab_size))
         # The batches of all steps.
         lengths = [len(text["ids"]) for text in self.texts]
         self.plan = schedule(args.seed, lengths, args.batch_tokens, args.tokens)

@@ -1,5 +1,4 @@
-"""Diffusion models: accuracy, steps and seconds of their decoders, and students of other trainings. The study
-`run` times the same models beside all other methods.
+"""Diffusion models: accuracy, steps and seconds of their decoders, and students of other trainings.
 
 All decoders answer the same held-out problems, whose answers fit into the slots. A step of a request is a
 forward in which it took part, at any batch size; of `ar` and `prism`, the forwards after the prompt's."""

@@ -23,10 +23,10 @@ from tqdm import tqdm
 
 from minispec import ROOT
 from minispec.core.cpu import PACKED_TYPES
-from minispec.data import loops, prompts, tasks
+from minispec.data import loops, mixture, prompts, tasks
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import summary
-from minispec.tools.files import naming, read_json, read_rows, write_json
+from minispec.tools.files import naming, read_json, write_json
 
 FOLDER = f"{ROOT}results"
 FIRST = 800             # seed of the first held-out problem
@@ -57,7 +57,7 @@ def problems_of(tokenizer, n, data=None, first=0):
             some += prompts.load_named("gsm8k", data)
     elif data:
         some = [p for name in ("spec_bench", "gsm8k", "humaneval") for p in prompts.load_named(name, data)]
-        some += edits(os.path.join(data, "instruct", "instruction-data.json"))
+        some += edits(data)
     else:
         story = prompts.story()
         pages = [story[i:i + PAGE] for i in range(0, len(story) - PAGE, PAGE)]
@@ -73,17 +73,12 @@ def problems_of(tokenizer, n, data=None, first=0):
     return {family: own[first:first + n] or own[-n:] for family, own in out.items()}
 
 
-def edits(file):
-    """The rewriting tasks of an instruction file, those with an instruction and a text to rewrite. The
+def edits(data):
+    """The rewriting tasks of the instruction file, those with an instruction and a text to rewrite. The
     drafters' training reads the same file, so these are the ones that it holds out."""
-    out = []
-    for where, row in read_rows(file):
-        with naming(where):
-            if row.get("input") and row.get("instruction", "").startswith(EDITS):
-                prompt = f"{row['instruction']}\n{row['input']}\n"
-                if tasks.is_heldout(prompt):
-                    out.append(tasks.Problem("edit", prompt))
-    return out
+    rows = mixture.rows_of(Path(data), "instruct/instruction-data.json")
+    some = [f"{prompt}\n" for prompt, _ in rows if "\n" in prompt and prompt.startswith(EDITS)]
+    return [tasks.Problem("edit", prompt) for prompt in some if tasks.is_heldout(prompt)]
 
 
 # -- engines, timed in turn ------------------------------------------------------------------------
@@ -97,10 +92,13 @@ def engine_of(name, model, args, batch, **changes):
 
 
 def suitable(args, model, more=()):
-    """The methods that run with this target and these settings, then those of `more` (methods with options)
-    whose method does. Prints one line for each method left out, with the reason."""
+    """The methods that run with this target and these settings, without diffusion models, then those of
+    `more` (methods with options) whose method does. Prints one line for each method left out, with the
+    reason."""
     fitting = []
     for name in methods.ready(args):
+        if name in methods.DIFFUSION:
+            continue
         try:
             methods.make_engine(name, model, args, 1)
             fitting.append(name)

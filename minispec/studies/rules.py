@@ -59,7 +59,7 @@ def lossless(args, model, tokenizer):
     a near-tie."""
     new, some = (160, 10) if tokenizer.is_puzzle_model else (48, 4)
     problems = short_prompts(tokenizer, 2 if args.quick else some, args.data)
-    names = [name for name in suitable(args, model, VARIANTS) if name.split()[0] in methods.METHODS]
+    names = suitable(args, model, VARIANTS)
 
     @cache
     def target(dtype):
@@ -86,7 +86,7 @@ def lossless(args, model, tokenizer):
     cells = [("float32", name) for name in names]
     cells += [("bfloat16", name) for name in names if name in methods.METHODS]
     rows = results.each_kept("lossless", args, model, cells, measured)
-    return {"new_tokens": new, "rows": rows, "table": table(rows, LOSSLESS)}
+    return {"rows": rows, "about": {"dtype": "float32 and bfloat16"}, "table": table(rows, LOSSLESS)}
 
 
 def short_prompts(tokenizer, n, data, first=0):
@@ -104,16 +104,17 @@ NEW = 96                # tokens of an answer at most
 BATCH = 16
 RULES = ("rejection", "coupled", "point-mass")
 TEMPERATURES = (0.65, 1.0)
-DRAFTS = {
-    "ngram --k 5": "chain of 5",
-    "prism --k 5": "chain of 5",
-    "prism --tree 8": "tree of 8",
-    "eagle --k 5": "chain of 5",
-    "eagle --tree 8": "tree of 8",
-    "specdiff --k 5": "chain of 5",
-    "specdiff --k 4 --k-drafts 2": "tree of 8",
-    "specgen --k 5": "chain of 5",
-}
+# Chains of 5 drafts, and trees of 8.
+DRAFTS = (
+    "ngram --k 5",
+    "prism --k 5",
+    "prism --tree 8",
+    "eagle --k 5",
+    "eagle --tree 8",
+    "specdiff --k 5",
+    "specdiff --k 4 --k-drafts 2",
+    "specgen --k 5",
+)
 
 
 def rules(args, model, tokenizer):
@@ -129,21 +130,21 @@ def rules(args, model, tokenizer):
     def measured(name, temperature, rule):
         requests = requests_of(problems, tokenizer, model, NEW, Sampling(temperature, rule=rule))
         counts = counts_of(engine_of(name, model, args, BATCH), requests)
-        found = {"method": name, "drafts": DRAFTS[name], "temperature": temperature, "rule": rule,
-                 "prompts": len(problems), "counts": counts}
+        found = {"method": name, "temperature": temperature, "rule": rule, "prompts": len(problems),
+                 "counts": counts}
         for i, figure in enumerate(("accepted", "tau")):
             found |= with_range(figure, per_round, np.array(counts)[:, [i, 2]])
         return found
 
     rows = results.each_kept("rules", args, model, cells, measured)
-    return {"new_tokens": NEW, "rows": rows, "table": texts(rules_table(rows))}
+    return {"rows": rows, "table": texts(rules_table(rows))}
 
 
 def rules_table(rows):
-    """A line {head: text} for each method, shape and temperature, with two columns for each rule."""
+    """A line {head: text} for each method and temperature, with two columns for each rule."""
     lines = {}
     for x in rows:
-        about = {"drafter": x["method"], "drafts": x["drafts"], "T": f"{x['temperature']:g}"}
+        about = {"drafter": x["method"], "T": f"{x['temperature']:g}"}
         line = lines.setdefault(tuple(about.values()), about)
         for figure in ("accepted", "tau"):
             low, high = x[figure + "_range"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from minispec import ROOT, cdlm, traces
+from minispec import ROOT, traces
 from minispec import bounds as ladder_of
 from minispec.bounds import COMBINED
 from minispec.core.verify import Sampling
@@ -38,7 +38,7 @@ class Size:
     """new: tokens of an answer at most. traced: problems of each workload. batches, mixed: {batch size:
     number of problems}, for each workload and for all workloads together; sampled: like mixed, at
     temperature 0.7. deepest: drafts at each position of a trace. costs: the grid of the cost table. repeats:
-    runs of each method at batch 1, and in batches; the median counts."""
+    runs of each method; the median counts."""
     new: int
     traced: int
     batches: dict
@@ -46,16 +46,16 @@ class Size:
     sampled: dict
     deepest: int
     costs: dict
-    repeats: tuple = (1, 1)
+    repeats: int = 1
 
 
 # Mixtures have the same number of problems of each workload.
-SMALL = Size(160, 16, {1: 4, 4: 8, 16: 16}, {1: 12, 4: 12, 16: 24}, {1: 12}, 16, {}, (3, 3))
+SMALL = Size(160, 16, {1: 4, 4: 8, 16: 16}, {1: 12, 4: 12, 16: 24}, {1: 12}, 16, {}, 3)
 # For a real model: about ten minutes on two idle cores that multiply bf16. No round of the engine has more
 # than 32 drafts, so no round that can be decoded is censored.
 REAL = Size(64, 2, {1: 2}, {1: 9, 4: 9, 16: 18}, {}, 32,
             {"contexts": ladder_of.CONTEXTS, "prompts": (32, 256)})
-ANSWERS = Size(256, 5, {1: 5}, {2: 9, 4: 9, 8: 18, 16: 18}, {1: 9}, 32, {}, (1, 1))
+ANSWERS = Size(256, 5, {1: 5}, {2: 9, 4: 9, 8: 18, 16: 18}, {1: 9}, 32, {})
 MEAN, DECODING = "mean (95 %)", "mean, decoding"
 PRICED = 16                      # number of the problem, of each workload, that `profile` alone uses
 WHOLE = "mixed, whole answers"   # a workload: greedy answers are not cut where they repeat themselves
@@ -180,8 +180,7 @@ def run(args, model, tokenizer):
     batch and dtype. For a real model SpecGen is left out; `serving` measures it on long texts.
 
     In a cell the methods take turns, the plain loop first, at batch 1 after every request: a machine's speed
-    changes from minute to minute, and ratios do not. The answers of diffusion models differ from the target's, so these models are
-    compared by tokens/s. `dlm` takes a whole forward per token, so it gets one request of each workload.
+    changes from minute to minute, and ratios do not. Diffusion models have studies of their own (cdlm.py).
 
     Every drafter has the best number of drafts per round for the batch by the cost table, unless --k gives it.
     At batch 1 trained drafters have none, because they end a chain where they are unsure.
@@ -191,8 +190,7 @@ def run(args, model, tokenizer):
     if how is REAL:
         names = [name for name in names if name != "specgen"]    # these texts are too short for it
     rows, cut = observe("run", args, model, tokenizer, how, names)
-    return {"new_tokens": how.new, "rows": rows, "table": phases_table(rows),
-            "methods": texts(methods_table(rows)) + cut}
+    return {"rows": rows, "table": phases_table(rows), "methods": texts(methods_table(rows)) + cut}
 
 
 def speed(args, model, tokenizer):
@@ -205,7 +203,7 @@ def speed(args, model, tokenizer):
     whole = {} if tokenizer.is_puzzle_model else {1: len(results.problems_of(tokenizer, 1, args.data))}
     rows, cut = observe("speed", args, model, tokenizer, how, names, whole)
     lines = methods_table(rows)
-    found = {"new_tokens": how.new, "rows": rows, "table": texts(lines) + cut,
+    found = {"rows": rows, "table": texts(lines) + cut,
              "means": {line["method"]: line[MEAN] for line in lines},
              "short": texts(short(lines, args), SHORT) + cut}
     if whole:
@@ -229,9 +227,7 @@ def observe(study, args, model, tokenizer, how, names, whole={}):
     problems = numbered(tokenizer, how.traced, args.data)
     longest, cut = before_loops(problems, tokenizer, model, args, how.new)
     prices = read_costs(args.cost) if os.path.exists(args.cost) else {}
-    with naming(args.cost):
-        # Of every batch size up to 16, see `profile`.
-        best_k = {batch: dict(best) for batch, best in prices.get("about", {}).get("best_k", {}).items()}
+    best_k = prices.get("about", {}).get("best_k", {})             # of every batch size, see `profile`
 
     def measured(workload, batch, ids, temperature):
         def build(name):
@@ -239,19 +235,16 @@ def observe(study, args, model, tokenizer, how, names, whole={}):
             if not k and (batch > 1 or name not in methods.TRAINED):
                 k = best_k.get(str(batch), {}).get(name)
             requests = []
-            for seed, i in enumerate(ids[:1] if name == "dlm" else ids):
+            for seed, i in enumerate(ids):
                 new = how.new if temperature or workload == WHOLE else longest[i]
-                if name in methods.DIFFUSION:            # slots, as in training
-                    new = cdlm.GEN_LENGTH
                 sampling = Sampling(temperature, seed=seed)
                 requests += requests_of([problems[i]], tokenizer, model, new, sampling)
             return engine_of(name, model, args, batch, k=k), requests
 
-        some = [name for name in names if not (name == "dlm" and workload.startswith("mixed")
-                                               or batch > 1 and name in ("dlm", *COPIES))]
+        some = [name for name in names if batch == 1 or name not in COPIES]
         # On a GPU a warm-up run compiles the kernels.
-        repeats = how.repeats[batch > 1]
-        timed = time_interleaved(some, build, repeats, f"{workload}, batch {batch}", args.device != "cpu")
+        desc = f"{workload}, batch {batch}"
+        timed = time_interleaved(some, build, how.repeats, desc, args.device != "cpu")
         about = {"workload": workload, "batch": batch, "ids": ids, "temperature": temperature}
         return rows_of(timed, about, prices)
 
@@ -299,6 +292,7 @@ def rows_of(timed, about, prices):
     or {} if there is none."""
     runs = middle(timed)
     plain = runs["ar"]
+    rate = plain.tokens / plain.seconds
     cost = CostTable(prices) if prices else None
     rows = []
     for name, run in runs.items():
@@ -308,26 +302,21 @@ def rows_of(timed, about, prices):
         proposed = sum(s.proposed for s in steps)
         method = name.split()[0]
         priced = cost and "--tree" not in name and method in ("ar", COMBINED, *cost.drafters)
-        compared = method in methods.METHODS
-        # The plain loop's rate; beside `dlm`, on the first prompt.
-        first = len(prompts) < len(plain.generations)
-        rate = plain.rates[0] if first else plain.tokens / plain.seconds
         rows.append({
             **about,
-            "ids": about["ids"][:len(prompts)],
             "method": name,
             "seconds": run.seconds,
             "tokens": run.tokens,
             "tokens_per_second": run.tokens / run.seconds,
             "speedup": run.tokens / run.seconds / rate,
-            "decoding": run.decoding_rate / plain.decoding_rate if compared else None,
+            "decoding": run.decoding_rate / plain.decoding_rate,
             "rates": run.rates,
-            "rate_speedup": statistics.mean(run.rates) / statistics.mean(plain.rates[:len(prompts)]),
+            "rate_speedup": statistics.mean(run.rates) / statistics.mean(plain.rates),
             "tau": run.tau,
             "acceptance": sum(s.accepted for s in steps) / proposed if proposed else None,
             "phases": run.phases,
             "modelled": ladder_of.replay(plans, prompts, cost, about["batch"]) if priced else None,
-            "identical": identical(plain, run) if compared else None,
+            "identical": identical(plain, run),
             "prompts": len(prompts),
         })
     return rows
@@ -352,11 +341,10 @@ def phases_table(rows):
 
 
 def methods_table(rows):
-    """A line {head: text} for each method whose answers are the target's. Columns: each workload at batch 1,
-    then the mixture of all workloads, in batches and sampled."""
+    """A line {head: text} for each method. Columns: each workload at batch 1, then the mixture of all
+    workloads, in batches and sampled."""
     # The mixture repeats the other workloads' requests, so the mean leaves it out.
-    alone = [x for x in rows
-             if x["batch"] == 1 and x["identical"] is not None and not x["workload"].startswith("mixed")]
+    alone = [x for x in rows if x["batch"] == 1 and not x["workload"].startswith("mixed")]
     by_method = {}                                       # method: {workload: row}
     for x in alone:
         by_method.setdefault(x["method"], {})[x["workload"]] = x

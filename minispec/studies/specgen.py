@@ -19,9 +19,7 @@ from minispec.core.scheduler import SyncScheduler
 from minispec.core.verify import Sampling
 from minispec.data import loops, prompts, tasks
 from minispec.studies import measure, results
-from minispec.studies.results import (
-    SAME, dtype_name, engine_of, identical, speedups, suitable, time_interleaved,
-)
+from minispec.studies.results import SAME, engine_of, identical, speedups, suitable, time_interleaved
 from minispec.tools.answers import schedule_view
 from minispec.tools.files import naming, read_rows
 from minispec.tools.markdown import table
@@ -117,7 +115,6 @@ SERVING = {
     "T": "{temperature:g}",
     "first text": "{text}",
     "method": "{method}",
-    "dtype": "{dtype}",
     "tokens/s": "{tokens_per_second:.1f}",
     "speed-up (range)": "{speedup:.2f} ({speedup_range[0]:.2f}-{speedup_range[1]:.2f})",
     "accepted of 8": "{accepted:.2f}",
@@ -145,7 +142,7 @@ def serving(args, model, tokenizer):
     longest = max(x["context"] for x in rows)
     short = [x for x in rows if x["temperature"] and x["context"] == longest
              and x["method"] not in ("ar", WINDOW)]
-    columns = {head: form for head, form in SERVING.items() if head not in ("T", "dtype", "first text")}
+    columns = {head: form for head, form in SERVING.items() if head not in ("T", "first text")}
     return {"rows": rows, "table": table(rows, SERVING), "short": table(short, columns)}
 
 
@@ -156,8 +153,7 @@ def serving_rows(args, model, tokenizer, names, context, batch, first, temperatu
     step, attention = measure.forward_seconds(model, [context] * batch, 1)
     verification, _ = measure.forward_seconds(model, [context] * batch, K + 1)
     draft = step - (1 - args.sparsity) * attention       # a draft step reads a part of the cache
-    about = {"context": context, "requests": batch, "text": first, "temperature": temperature,
-             "dtype": dtype_name(model)}
+    about = {"context": context, "requests": batch, "text": first, "temperature": temperature}
 
     def requests(longest):
         return [Request(ids, new, Sampling(temperature, seed=i))

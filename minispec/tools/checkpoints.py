@@ -15,12 +15,11 @@ from minispec.tools import gguf_file
 from minispec.tools.files import naming, opened, read_json, replaced, write_json
 from minispec.tools.hf_config import checked, from_hf_config, to_hf_config, weight_names
 
-OPTIONAL = "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
+TEXT_FILES = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
 
 
 def save(model, folder, tokenizer_of=None):
-    """Write `config.json`, `model.safetensors` and the tokenizer files of the folder `tokenizer_of`, which may
-    lack those in OPTIONAL."""
+    """Write `config.json`, `model.safetensors` and the TEXT_FILES of the folder `tokenizer_of`."""
     # A parameter of GPT is a stack of several of the format.
     state = model.state_dict()
     tensors = {}
@@ -28,9 +27,9 @@ def save(model, folder, tokenizer_of=None):
         tensors.update(zip(theirs, state[ours].split(rows)))
     write_folder(folder, tensors, to_hf_config(model.config, str(model.dtype).removeprefix("torch.")))
     if tokenizer_of:
-        for name in ("tokenizer.json", *OPTIONAL):
+        for name in TEXT_FILES:
             source = f"{tokenizer_of}/{name}"
-            if name not in OPTIONAL or os.path.exists(source):
+            if os.path.exists(source):
                 with replaced(f"{folder}/{name}") as temporary:
                     shutil.copyfile(source, temporary)
 

@@ -48,7 +48,7 @@ def draft(model, settings):
     """a small model drafts"""
     small = loaded(folder_of("draft", settings), model, settings)
     return partial(SyncScheduler, drafter=drafters.SmallLM(small, model), k=settings.k or 4,
-                   lookup=settings.lookup)
+                   lookup=settings.prompt_lookup)
 
 
 def prism_chain_or_tree(model, settings, name="prism"):
@@ -61,7 +61,7 @@ def prism_chain_or_tree(model, settings, name="prism"):
     if settings.tree:
         width = max(round(settings.tree ** 0.5), 2)
         drafter = prism.PrismTreeDrafter(trained, model, depth, width, name)
-    return partial(SyncScheduler, drafter=drafter, k=settings.tree or depth, lookup=settings.lookup)
+    return partial(SyncScheduler, drafter=drafter, k=settings.tree or depth, lookup=settings.prompt_lookup)
 
 
 def eagle(model, settings):
@@ -75,7 +75,7 @@ def specdiff_windows(model, settings):
     drafter = specdiff.SpecDiffDrafter(trained, model, settings.k, settings.k_drafts,
                                        settings.draft_temperature)
     k = drafter.gamma * drafter.width
-    return partial(SyncScheduler, drafter=drafter, k=k, lookup=settings.lookup)
+    return partial(SyncScheduler, drafter=drafter, k=k, lookup=settings.prompt_lookup)
 
 
 def self_speculation(model, settings):
@@ -204,7 +204,7 @@ def ready(settings):
 def chain_drafters(model, settings, k):
     """{name: drafter} of all ready methods whose drafter proposes chains, of up to k drafts. A window has its
     length of training."""
-    chains = argparse.Namespace(**{**vars(settings), "tree": 0, "k_drafts": 1})
+    chains = argparse.Namespace(**vars(settings))
     found = {}
     for name in ready(settings):
         if name not in ("ngram", "draft", *TRAINED):
@@ -247,7 +247,7 @@ def add_arguments(parser):
     add("--k", type=positive,
         help="draft tokens of a chain, draft steps of a tree, per round (default: specgen 8, ngram 8, draft 4, "
              "trained drafters as in training; adaptive at most 16)")
-    add("--prompt-lookup", type=int, dest="lookup", default=0,
+    add("--prompt-lookup", type=int, default=0,
         help="draft, prism, eagle, specdiff: tokens per forward copied from the text, shared by the batch, "
              "that are verified next to the drafts (default %(default)s)")
     add("--cost", metavar="FILE",
@@ -286,7 +286,7 @@ def add_arguments(parser):
 OF_METHODS = {
     "k": tuple(name for name in METHODS if name != "ar"),
     **dict.fromkeys(("admission", "cache_tokens"), tuple(METHODS)),
-    "lookup": ("draft", *TRAINED),
+    "prompt_lookup": ("draft", *TRAINED),
     "tree": ("prism", "eagle"),
     "cost": ("adaptive",),
     "k_drafts": ("specdiff",),
@@ -298,7 +298,7 @@ OF_METHODS = {
 
 def given(args):
     """{name: option} of the settings that differ from their defaults."""
-    return {name: "--" + ("prompt-lookup" if name == "lookup" else name.replace("_", "-"))
+    return {name: "--" + name.replace("_", "-")
             for name, usual in vars(settings()).items() if getattr(args, name) != usual}
 
 

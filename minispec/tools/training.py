@@ -198,7 +198,7 @@ class Run:
             raise ValueError("a check sum is wrong")
         saved = torch.load(self.resume_file, map_location="cpu", weights_only=True)      # nothing but tensors
         self.step, self.log = saved["step"], saved["log"]
-        self.finished = saved.get("finished", True)            # files of earlier code do not say
+        self.finished = saved["finished"]
         self.started -= saved["seconds"]
         if not self.complete:
             settings = {k: v for k, v in vars(self.args).items() if k not in INDIFFERENT}
