@@ -25,9 +25,9 @@ except ImportError:
 SEEN = 64                               # newest positions of which a tree's row says what it sees
 
 
-def can_run(model, tree):
-    """Whether the kernels run for this model, and for trees of so many rows."""
-    return tree <= SEEN and available(model.embed.weight) and supported(model.config.head_dim, model.dtype)
+def can_run(model, rows):
+    """Whether the kernels run for this model, and for trees of up to so many rows. (A chain always fits.)"""
+    return rows <= SEEN and available(model.embed.weight) and supported(model.config.head_dim, model.dtype)
 
 
 def available(x):

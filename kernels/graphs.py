@@ -111,8 +111,7 @@ class Graphs:
 
     engine: its `warm_up` gets the seconds of compilation and capture. cache: a KVCache with a spare block,
     for pad rows. batch, longest: most requests, and most positions of each. widest: most positions that a
-    scheduler selects (0: none, and no scores). features: F of Inputs.features. per_request: zeros of the
-    shapes of Inputs.per_request."""
+    scheduler selects (0: none, and no scores). features: F of Inputs.features."""
     engine: object
     function: object
     cache: object
@@ -120,12 +119,10 @@ class Graphs:
     longest: int
     widest: int
     features: int = 0
-    per_request: dict = None
 
     def __post_init__(self):
         k = self.cache.k
         layers, groups, _, _ = k.shape
-        self.per_request = self.per_request or {}
         self.n_blocks = self.cache.blocks_for(self.longest)                  # of a request at most
         self.padding = {"new": self.cache.n_slots, "items": -1, "merges": -1, "which": -1}     # others: 0
         self.n_scored = self.batch if self.widest else 0
@@ -146,15 +143,15 @@ class Graphs:
             return tiles, 0, 0
         return tiles * parts, tiles, rows * self.cache.group * parts
 
-    def static(self, rows):
+    def static(self, rows, per_request):
         """The buffers of all forwards of `rows`: the host's buffer and its tables, the device's buffer and
-        the Inputs in it."""
+        the Inputs in it. per_request: tensors like those of Inputs.per_request."""
         if rows in self.statics:
             return self.statics[rows]
         # 1. The tables, {name: (shape, dtype)}; first those of 64 bits.
         items, merges, part_rows = self.room(rows)
         shapes = dict.fromkeys(("tokens", "positions", "new", "sees"), ((rows,), torch.int64))
-        shapes |= {name: (table.shape, table.dtype) for name, table in self.per_request.items()}
+        shapes |= {name: (table.shape, table.dtype) for name, table in per_request.items()}
         of_work = {"table": (self.batch, self.n_blocks), "requests": (self.batch, 6), "items": (items, 4),
                    "merges": (merges, 5), "which": (self.n_scored,)}
         shapes |= {name: (shape, torch.int32) for name, shape in of_work.items()}
@@ -167,7 +164,7 @@ class Graphs:
         plan = Plan(t["requests"], t["sees"], t["items"], t["merges"], part_rows, CHUNK)
         features = self.cache.k.new_zeros(rows, self.features)
         x = Inputs(t["tokens"], t["positions"], t["new"], t["table"], None, self.selected, t["which"], plan,
-                   self.scores, features, {name: t[name] for name in self.per_request}, self.cache)
+                   self.scores, features, {name: t[name] for name in per_request}, self.cache)
         static = host, {name: own.numpy() for name, own in tables(host, shapes).items()}, buffer, x
         if rows in SIZES:
             self.statics[rows] = static
@@ -176,8 +173,8 @@ class Graphs:
     def places(self, segments):
         """Slots in the tables for all segments. A selected list is copied when its keys have no slot
         yet."""
-        drafting = [s.keys for s in segments if s.keys.selected is not None]
-        free = [i for i, keys in enumerate(self.lists) if keys not in drafting]
+        own = [s.keys for s in segments]
+        free = [i for i, keys in enumerate(self.lists) if keys not in own]
         out = []
         for s in segments:
             if s.keys in self.lists:
@@ -192,9 +189,10 @@ class Graphs:
     def fill(self, rows, segments, places, per_request=None):
         """The Inputs of a packed batch, padded to `rows` rows; arguments as of __call__."""
         # What each request feeds and reads, cut into work items.
-        ends = [s.start + len(s.tokens) for s in segments]
         shapes = []                                      # (rows, length, selected positions, tail)
-        for s, end in zip(segments, ends):
+        new = []                                         # the slots that new rows are written to
+        for s in segments:
+            end = s.start + len(s.tokens)
             # Drafting rows read the positions that were selected and a tail of recent ones, all others a
             # tail from position 0 on.
             n_selected = tail = 0
@@ -202,7 +200,8 @@ class Graphs:
                 n_selected = s.keys.selected.shape[-1]
                 tail = s.keys.length - s.keys.recent
             shapes.append((len(s.tokens), end, n_selected, tail))
-        trees = {i: s.keys.tail for i, s in enumerate(segments) if getattr(s.keys, "tail", None) is not None}
+            new += self.cache.slot_list(s.keys.blocks, range(s.start, end))
+        trees = {i: s.keys.tail for i, s in enumerate(segments) if s.keys.tail is not None}
         plan = make_plan(shapes, self.cache.group, trees=trees)
 
         # Requests go to their places, work items name these.
@@ -219,10 +218,6 @@ class Graphs:
             owners[i] = s.keys
         spare = [self.cache.n_blocks] * self.n_blocks
         table = [(keys.blocks.table + spare)[:self.n_blocks] for keys in owners]
-        # The slots that new rows are written to.
-        new = [slot for s, end in zip(segments, ends)
-               for slot in self.cache.slot_list(s.keys.blocks, range(s.start, end))]
-
         scored = [i for i, s in zip(places, segments) if s.keys.scores is not None]
         batch = pack(segments, "cpu", per_request)
         given = {
@@ -238,20 +233,14 @@ class Graphs:
             **batch.per_request,
         }
         # All of it in one copy: each takes the host as long as a launch.
-        host, filled, buffer, x = self.static(rows)
-        for name, new in given.items():
+        host, filled, buffer, x = self.static(rows, batch.per_request)
+        for name, values in given.items():
             filled[name].fill(self.padding.get(name, 0))
-            filled[name][:len(new)] = new
+            filled[name][:len(values)] = values
         buffer.copy_(host, non_blocking=True)
         if batch.features is not None:
             x.features[:len(batch.features)] = batch.features
         return x
-
-    def slots(self, table):
-        """The slots (B, T) of the positions in a block table (B, blocks)."""
-        block = self.cache.block
-        inside = torch.arange(block, dtype=torch.int32, device=table.device)
-        return torch.add(inside, table[:, :, None], alpha=block).flatten(1)
 
     def __call__(self, segments, per_request=None, options=()):
         """The results of the function for the rows of these segments.
@@ -265,7 +254,11 @@ class Graphs:
         x = self.fill(rows, segments, places, per_request)
 
         def function():
-            return self.function(replace(x, slots=self.slots(x.table), options=options))
+            # The slots (B, T) of all positions, from the block tables (B, blocks).
+            block = self.cache.block
+            inside = torch.arange(block, dtype=torch.int32, device=x.table.device)
+            slots = torch.add(inside, x.table[:, :, None], alpha=block).flatten(1)
+            return self.function(replace(x, slots=slots, options=options))
 
         # Capture it, or compile the kernels of a batch too large for a graph.
         started = time.perf_counter()
@@ -286,14 +279,3 @@ class Graphs:
             if s.keys.scores is not None:
                 s.keys.scores.copy_(self.scores[:, place, :, :s.keys.scores.shape[-1]])
         return [y[:n].clone() for y in out]
-
-
-def target_graphs(engine, longest):
-    """Graphs of an engine's target, for requests of up to `longest` positions."""
-    model, cache, scheduler = engine.model, engine.cache, engine.scheduler
-    layers = scheduler.drafter.feature_layers
-
-    def forward(x):
-        return [model(x.tokens, x.positions, x.attend, layers)]
-
-    return Graphs(engine, forward, cache, engine.batch_size, longest, scheduler.budget(longest))

@@ -1,5 +1,5 @@
 """A drafter's round as one CUDA graph: all its draft steps are launched at once, and each step reads on the
-device the token that the step before it drew (core/drafters.py, CachedDrafter and ChainDrafter).
+device the token that the step before it drew (core/drafters.py, ChainDrafter).
 
 `accelerate` gives an engine and its drafters their graphs. From then on a drafter's keys and values lie in
 one pool, and `Rows` are what requests.Batch is for torch's operators.
@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from minispec.core.drafters import CachedDrafter, ChainDrafter
+from minispec.core.drafters import ChainDrafter
 from minispec.core.kv_cache import KVCache, whole_blocks
 
 from . import can_run
 from .attention import Plan, make_plan
-from .graphs import Graphs, Inputs, target_graphs
+from .graphs import Graphs, Inputs
 
 
 @dataclass
@@ -42,35 +42,28 @@ class Rows(Inputs):
         at = (ends + step * w)[..., None] + torch.arange(w, device=ends.device)         # (steps, B, w)
         requests = self.later.requests.repeat(len(step), 1, 1)                          # (steps, B, 6)
         requests[:, :, 2] = at[:, :, -1] + 1
-        new = self.slots.gather(1, at.transpose(0, 1).flatten(1)).long()                # (B, steps * w)
-        new = new.unflatten(1, (-1, w)).transpose(0, 1).flatten(1)                      # (steps, B * w)
+        request = torch.arange(len(ends), device=ends.device)[:, None]                  # (B, 1)
+        new = self.slots[request, at].long().flatten(1)                                 # (steps, B * w)
         return (ends + step).repeat_interleave(w, 1), new, requests
 
 
 class Rounds(Graphs):
     """Graphs of a drafter's rounds, for the requests of an engine, of up to `longest` tokens."""
     steps = 0                   # of the longest round so far
-    later = None
 
     def __init__(self, engine, drafter, longest):
-        c, target = drafter.config, drafter.target
+        target = drafter.target
         self.drafter = drafter
         batch = engine.batch_size
-        self.size = whole_blocks(longest + drafter.room)                       # slots of a request
-        drafter.cache = KVCache(c, batch * self.size, target.dtype, target.device, spare=1)
-        features = drafter.n_features if drafter.uses_hidden_states else 0
-        per_request = {}
-        if isinstance(drafter, ChainDrafter):
-            zeros = torch.zeros(batch, dtype=torch.long)
-            per_request = dict.fromkeys(("last", "ends", "streams", "at"), zeros)
-            per_request["min_confidence"] = torch.zeros(batch)
-            w, trees = drafter.width, None
-            if w > 1:
-                trees = dict.fromkeys(range(batch), torch.ones(w, w))
-            plan = make_plan([(w, self.size, 0, 0)] * batch, drafter.cache.group, trees=trees)
-            self.later = plan.to(target.device)
-        super().__init__(engine, self.round, drafter.cache, batch * drafter.segments, self.size, 0, features,
-                         per_request)
+        size = whole_blocks(longest + drafter.room)                            # slots of a request
+        drafter.cache = KVCache(drafter.config, batch * size, target.dtype, target.device, spare=1)
+        # The rows of every later step see one another, until a tree says which (a chain's is alone).
+        w = drafter.width
+        trees = dict.fromkeys(range(batch), torch.ones(w, w))
+        plan = make_plan([(w, size, 0, 0)] * batch, drafter.cache.group, trees=trees)
+        self.later = plan.to(target.device)
+        super().__init__(engine, self.round, drafter.cache, batch * drafter.segments, size, 0,
+                         drafter.n_features)
 
     def round(self, x):
         return self.drafter.round(Rows(**vars(x), later=self.later))
@@ -78,27 +71,30 @@ class Rounds(Graphs):
     def reserve(self, state):
         """Let the DraftState of a request have all the slots that it may need. While requests are paused
         there may be none left. Then its keys lie apart from the graphs, whose pool must stay where it is."""
-        if not self.cache.resize(state.blocks, self.size):
+        if not self.cache.resize(state.blocks, self.longest):
             state.cache = KVCache(self.drafter.config, 0, self.cache.k.dtype, self.cache.k.device)
 
-    def __call__(self, work, per_request=None, options=()):
-        if per_request:
-            # As many steps as the longest round so far, so that one graph serves all. Batch slots without a
-            # request repeat the first request, to the same result.
-            steps, settings = options
-            self.steps = max(self.steps, steps)
-            options = self.steps, settings
-            absent = self.engine.batch_size - len(per_request["last"])
-            per_request = {name: torch.cat([x, x[:1].expand(absent)]) for name, x in per_request.items()}
-        return super().__call__(work, per_request, options)
+    def __call__(self, work, per_request, options):
+        # As many steps as the longest round so far, so that one graph serves all. Batch slots without a
+        # request repeat the first request, to the same result.
+        steps, settings = options
+        self.steps = max(self.steps, steps)
+        absent = self.engine.batch_size - len(per_request["last"])
+        per_request = {name: x + x[:1] * absent for name, x in per_request.items()}
+        return super().__call__(work, per_request, (self.steps, settings))
 
 
 def accelerate(engine, longest):
     """Let the target of an engine run in graphs, for requests of up to `longest` tokens, and its drafter, or
     the drafters that it chooses among, where they have a cache and the kernels serve them."""
-    engine.graphs = target_graphs(engine, longest)
     drafter = engine.scheduler.drafter
+
+    def forward(x):
+        return [engine.model(x.tokens, x.positions, x.attend, drafter.feature_layers)]
+
+    widest = engine.scheduler.budget(longest)
+    engine.graphs = Graphs(engine, forward, engine.cache, engine.batch_size, longest, widest)
     for some in [drafter, *drafter.drafters.values()]:
-        tree = some.room if isinstance(some, ChainDrafter) and some.width > 1 else 0
-        if isinstance(some, CachedDrafter) and can_run(some.target, tree):
+        # Its tree has at most `room` rows. (A chain's room is at most MAX_K, which always fits.)
+        if isinstance(some, ChainDrafter) and can_run(some.target, some.room):
             some.graphs = Rounds(engine, some, longest)

@@ -37,7 +37,6 @@ def rate(count, prior):
 class Adaptive(Drafter):
     """A drafter that chooses among `drafters`, which all have a price in `cost` (costs.CostTable). k: most
     drafts per round. ValueError if there is no drafter, or if they read different layers of the target."""
-    name = "adaptive"
 
     def __init__(self, drafters, cost, k=16):
         if not drafters:
@@ -55,7 +54,6 @@ class Adaptive(Drafter):
         self.counts = defaultdict(zeros)                 # drafter -> accepted, verified drafts
         self.history = defaultdict(partial(defaultdict, zeros))          # the same by request
         self.drafted = {}                                # request -> [(drafter, drafts, tokens before them)]
-        self.chosen = None                               # name of the batch's drafter in this round
         self.promises = {}                               # request -> {drafter: drafts, tokens, tokens/s}
         self.prices, self.read = cache(self._prices), cache(cost.read)
 
@@ -68,7 +66,7 @@ class Adaptive(Drafter):
         # 2. Look tokens up, then choose.
         lookups = [found for found, _ in self.lookup.propose(requests, limits)]
         name, k = self._choose(requests, limits, lookups)
-        self.chosen = name
+        self.name = name                                 # shown next to the drafts of this round
         for r, found in zip(requests, lookups):
             self.drafted[r] = [(self.lookup.name, found, len(r.tokens))]
         if name in ("target", self.lookup.name):
@@ -135,9 +133,6 @@ class Adaptive(Drafter):
         for drafter in self.drafters.values():
             if drafter.uses_hidden_states:
                 drafter.observe(request, features)
-
-    def proposer(self, request):
-        return self.chosen
 
     def release(self, request):
         for notes in (self.history, self.drafted, self.promises):

@@ -432,7 +432,8 @@ class SpecDiffDrafter(ChainDrafter):
         Markov head."""
         n, settings = x.options
         hidden = self.drafter(x.tokens, x.positions, x.attend, x.features)
-        # The window follows the last token. Drafts after the end of a shorter one are not used.
+        # The window follows the last token. After a shorter one come rows of other requests or none; the
+        # drafts of these are not used.
         rows = x.per_request["last"][:, None] + torch.arange(n, device=hidden.device)
         index, q = self.chains(hidden[rows.clamp(max=len(hidden) - 1)], x)
         tokens = self.draft_head.tokens(index)
@@ -479,17 +480,18 @@ class SpecDiffDrafter(ChainDrafter):
         """The proposal for a request: a chain of `drafts` (n, K), or a trie of all that fit."""
         n = min(len(drafts), limit)
         k = min(self.width, limit // n)
-        drawn = self.settings_of(request).temperature
+        by_chance = self.settings_of(request).temperature > 0
         chains, qs = list(zip(*drafts)), q.expand(-1, self.width, -1).unbind(1)
         if k == 1:
             chain, q = super().result(request, list(chains[0]), qs[0], limit)
-            # The argmax was chosen without chance, so rejection cannot verify it.
-            return chain, q if drawn or not request.sampling.rejects else None
+            # Rejection cannot verify an argmax.
+            known = by_chance or not request.sampling.rejects
+            return chain, q if known else None
         qs = [partial(self.draft_head.whole, own) for own in qs]
         tokens, parents = [], []
         rows = [graft(chain[:n], tokens, parents) for chain in chains[:k]]
-        known = [list(zip(rows, qs))] if request.sampling.rejects and drawn else []
-        return tokens, qs[0], parents, *known
+        drawn = [list(zip(rows, qs))] if request.sampling.rejects and by_chance else []
+        return tokens, qs[0], parents, *drawn
 
 
 def best(scores, spread):

@@ -237,7 +237,7 @@ class PillarKeys:
     selected: torch.Tensor
     recent: int
     buffer: int = None                       # its number in the pool, once the keys are gathered
-    scores = None
+    scores = tail = None                     # see FullKeys
 
     def __post_init__(self):
         # Entries of the buffer so far.

@@ -529,8 +529,8 @@ def as_drawn(chains, *args, real=verify.rejection):
     return real([(own, q), *((rows[: len(own)], q) for rows, _ in copied)], *args)
 
 
-def one_coin(segments, real=verify.coins):
-    return [x[:1].expand(len(x)) for x in real(segments)]
+def one_coin(segment, real=verify.coins):
+    return real(segment)[:1].expand(len(segment.drafts) + 1)
 
 
 def leave_out_the_improbable(result):

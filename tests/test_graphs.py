@@ -21,7 +21,7 @@ from minispec import prism, specdiff
 from minispec.core import kv_cache
 from minispec.core.attention import FullKeys
 from minispec.core.cpu import Linear
-from minispec.core.drafters import CachedDrafter, NGram, SmallLM
+from minispec.core.drafters import ChainDrafter, NGram, SmallLM
 from minispec.core.engine import Engine
 from minispec.core.requests import Request, Segment
 from minispec.core.gpt import GPTConfig, RMSNorm
@@ -481,13 +481,13 @@ def test_prices_are_those_of_graphs(name, counting, monkeypatch):
 
     rounds = []
 
-    def run_round(drafter, segments, *args, real=CachedDrafter.run_round):
+    def run_round(drafter, segments, *args, real=ChainDrafter.run_round):
         rounds.append(drafter.graphs and all(s.keys.cache is drafter.cache for s in segments))
         return real(drafter, segments, *args)
 
     without_attention(monkeypatch)
     monkeypatch.setattr(measure, "Half", OnKernels)
-    monkeypatch.setattr(CachedDrafter, "run_round", run_round)
+    monkeypatch.setattr(ChainDrafter, "run_round", run_round)
     drafter = DRAFTERS[name][0]()
     for _ in range(2):
         seconds = measure.round_seconds(TARGET, drafter, 2, 20, [1, 3])

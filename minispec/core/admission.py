@@ -40,7 +40,7 @@ class Admission:
         engine = self.engine
         active = engine.active
         verified = []
-        if self._missing_slots(active) > engine.cache.free:
+        if self._missing_slots() > engine.cache.free:
             # A request must leave, so no verdict may be due. Requests that it finishes make room, too.
             verified = engine.commit()
             engine.retire()
@@ -55,13 +55,11 @@ class Admission:
             active.append(self.paused[-1])
             del self.paused[-1]
         # Waiting requests enter in order: small ones that overtake could keep a large one out for ever.
-        missing = self._missing_slots(active) if engine.waiting else 0
         while engine.waiting and not self.paused and len(active) < engine.batch_size:
-            if not self._enter(engine.waiting[0], missing):
+            if not self._enter(engine.waiting[0]):
                 break
             active.append(engine.waiting[0])
             del engine.waiting[0]
-            missing += self._missing_slots(active[-1:])
         return verified
 
     def reach(self, r):
@@ -73,21 +71,18 @@ class Admission:
         blocks lie together, but `reserve` counts the longest answer."""
         return whole_blocks(r.longest) if self.policy == "reserve" else self.reach(r)
 
-    def _missing_slots(self, requests):
-        """Slots that these requests claim in addition to those they have."""
+    def _missing_slots(self):
+        """Slots that the active requests claim in addition to those they have."""
         size = self.engine.cache.size
-        return sum(max(self.claim(r) - size(r.blocks), 0) for r in requests)
+        return sum(max(self.claim(r) - size(r.blocks), 0) for r in self.engine.active)
 
     def _make_room(self, r):
         """Room for the next rows of an active request, at the cost of younger ones. False if it had to
         leave."""
         engine = self.engine
         cache = engine.cache
-        need = self.reach(r)
-        if cache.size(r.blocks) >= need:
-            return True
         # Requests leave, from the youngest on. If r is the youngest, it leaves itself.
-        while not cache.resize(r.blocks, need):
+        while not cache.resize(r.blocks, self.reach(r)):
             half_out = self.paused and self.paused[-1].blocks.table
             victim = self.paused[-1] if half_out else engine.active[-1]
             assert victim not in [s.request for s in engine.pending], "a request leaves before its verdict"
@@ -107,13 +102,13 @@ class Admission:
                 return False
         return True
 
-    def _enter(self, r, missing):
-        """Give a waiting request its first blocks, unless they belong to the `missing` slots that the active
-        requests claim. Returns whether it may enter now."""
+    def _enter(self, r):
+        """Give a waiting request its first blocks, unless the active requests claim them. Returns whether it
+        may enter now."""
         cache = self.engine.cache
         scheduler = self.engine.scheduler
         extra = scheduler.extra_slots(r)
-        if missing + self.claim(r) + extra > cache.free:
+        if self._missing_slots() + self.claim(r) + extra > cache.free:
             return False
         # The last rows are always prefilled: they give the first token, and the recorded scores. At least
         # two, because a request with one row left counts as prefilled, and would draft at once.
@@ -122,7 +117,7 @@ class Admission:
         # It waits while another request still prefills half a block or more that both share.
         for other in self.engine.active if scheduler.shares else []:
             # First what costs nothing: of many requests about one text, nearly all have read it.
-            if not other.is_prefilled and known - other.n_cached >= half:
+            if not other.is_prefilled:
                 if len(os.path.commonprefix([other.tokens, beginning])) - other.n_cached >= half:
                     return False
         r.blocks = Allocation()
@@ -140,7 +135,7 @@ class Admission:
         cache = self.engine.cache
         extra = self.engine.scheduler.extra_slots(r)
         size = self.reach(r)                             # at least what it had when it left
-        if cache.free < extra + self._missing_slots(self.engine.active) + size - cache.size(r.blocks):
+        if cache.free < extra + self._missing_slots() + size - cache.size(r.blocks):
             return False
         cache.charged += extra
         while r.blocks.host:

@@ -1,8 +1,7 @@
 """The base classes of all drafters, prompt lookup, and a small model as a drafter.
 
     Drafter         the interface between the engine and a drafter
-    CachedDrafter   a drafter with its own keys and values; a DraftState for every request
-    ChainDrafter    a CachedDrafter that drafts chains; on a GPU a round is one CUDA graph
+    ChainDrafter    a drafter with its own keys and values; on a GPU a round is one CUDA graph
     NGram           prompt lookup
     SmallLM         a small model
 
@@ -51,10 +50,6 @@ class Drafter:
         """features (n, (F + 1) * C): the target's hidden states at the next n committed positions, of the
         feature_layers, then the final ones. Called only for drafters that read them."""
 
-    def proposer(self, request):
-        """The name of the drafter that drafted for this request."""
-        return self.name
-
     def release(self, request):
         """The request is finished; forget it."""
 
@@ -79,17 +74,29 @@ class DraftState:
         keys = FullKeys(self.cache, self.blocks, self.cached, len(tokens), tail=tail)
         features = torch.cat(self.features) if self.features else None
         self.features = []
-        start = self.cached
         if tail is None:
             self.cached += len(tokens)
-        return Segment(None, tokens, start, keys, features=features)
+        return Segment(None, tokens, keys.start, keys, features=features)
 
 
-class CachedDrafter(Drafter):
-    """A drafter with its own keys and values: a DraftState for every request, and a function round(Batch) ->
-    [tensors] of one or more forwards, which depends on nothing but the Batch.
+class ChainDrafter(Drafter):
+    """A drafter with its own keys and values, a DraftState for every request. Its first step reads the tokens
+    committed since the last round. Every further step reads the token that the step before it drew, on the
+    device.
 
-    config: the shape of the cache; room: slots that a request may need besides those of its tokens."""
+    config: the shape of the cache; room: slots that a request may need besides those of its tokens.
+
+    A subclass has `draft_head` (DraftHead); first_rows(request, limit) -> [Segment], the first of which ends
+    with the last committed token, or [] if it cannot draft yet; and step(number, tokens, states, positions,
+    attend), one forward of N rows with the states (N, C) of the step before, or the features: states (N, C).
+    width: rows of a request in every step but the first. (SpecDiff has a `round` of one forward, without
+    steps; its width is its number of chains.)
+
+    Early end: a chain ends once the drafter's confidence, the product of its probabilities of the drafts, is
+    below `min_confidence`. The draft that drops below is still verified: discarding it would bias the drafts
+    away from q."""
+    depth = MAX_K                                        # the most steps
+    min_confidence = MIN_CONFIDENCE
     graphs = None               # on a GPU: kernels.rounds.Rounds of its only engine, which replays `round`
     segments = 1                # of a request in one round
 
@@ -122,29 +129,12 @@ class CachedDrafter(Drafter):
         """
         self.state_of(request).features.append(features[:, -self.n_features:])
 
-    def run_round(self, segments, per_request=None, options=()):
+    def run_round(self, segments, per_request, options):
         """The tensors that `round` returns for a list of Segments."""
         # Graphs read one cache; see kernels.rounds.
         if self.graphs is None or any(s.keys.cache is not self.cache for s in segments):
             return self.round(pack(segments, self.target.device, per_request, options))
         return self.graphs(segments, per_request, options)
-
-
-class ChainDrafter(CachedDrafter):
-    """A drafter whose first step reads the tokens committed since the last round. Every further step reads
-    the token that the step before it drew, on the device.
-
-    A subclass has `draft_head` (DraftHead); first_rows(request, limit) -> [Segment], the first of which ends
-    with the last committed token, or [] if it cannot draft yet; and step(number, tokens, states, positions,
-    attend), one forward of N rows with the states (N, C) of the step before, or the features: states (N, C).
-    width: rows of a request in every step but the first. (SpecDiff has a `round` of one forward, without
-    steps; its width is its number of chains.)
-
-    Early end: a chain ends once the drafter's confidence, the product of its probabilities of the drafts, is
-    below `min_confidence`. The draft that drops below is still verified: discarding it would bias the drafts
-    away from q."""
-    depth = MAX_K                                        # the most steps
-    min_confidence = MIN_CONFIDENCE
 
     def propose(self, requests, limits):
         out = [([], None)] * len(requests)
@@ -157,14 +147,15 @@ class ChainDrafter(CachedDrafter):
         # 2. A round of each group, with as many steps as its deepest request takes: one more row is cheap.
         for settings, group in groups.items():
             indices, fed = zip(*group)
-            segments, last, ends = [], [], []
-            for first, *more in fed:
-                last.append(sum(len(s.tokens) for s in [*segments, first]) - 1)
-                ends.append(first.start + len(first.tokens))
-                segments += [first, *more]
+            segments, last, ends, n = [], [], [], 0
+            for own in fed:
+                last.append(n + len(own[0].tokens) - 1)
+                ends.append(own[0].start + len(own[0].tokens))
+                n += sum(len(s.tokens) for s in own)
+                segments += own
             some = [requests[i] for i in indices]
             steps = min(self.depth, max(limits[i] for i in indices))
-            tables = {
+            per_request = {
                 # the row of each request's last token, and its number of slots after the first step
                 "last": last,
                 "ends": ends,
@@ -174,7 +165,6 @@ class ChainDrafter(CachedDrafter):
                 # a table, because a CUDA graph would freeze a number
                 "min_confidence": [self.min_confidence] * len(some),
             }
-            per_request = {name: torch.tensor(x) for name, x in tables.items()}
             drafts, q = self.run_round(segments, per_request, (steps, settings))
             # 3. The drafts as the engine wants them.
             for i, tokens, own in zip(indices, drafts.tolist(), q):
@@ -193,6 +183,7 @@ class ChainDrafter(CachedDrafter):
         states = self.step(1, x.tokens, x.features, x.positions, x.attend)[x.per_request["last"]]
         tokens, qs, least = [], [], x.per_request["min_confidence"]
         confidence = [states.new_ones(len(states), dtype=torch.float)]         # before each step
+        # Of all steps at once, because a GPU needs thirty operators for it.
         noise = self.noise(x, steps) if settings.temperature else None
         for number in range(1, steps + 1):
             if x.ends_early and (confidence[-1] < least).all():
@@ -244,7 +235,7 @@ class NGram(Drafter):
         return [(self.lookup(r, limit), None) for r, limit in zip(requests, limits)]
 
     def lookup(self, request, n):
-        """Up to n tokens that followed the last earlier occurrence of the text's end; none if n < 1."""
+        """Up to n tokens that followed the last earlier occurrence of the text's end."""
         tokens = request.tokens
         # 1. Index what was committed since the last call. The n-grams that end at the very last token must
         #    wait, because they would find themselves.
@@ -254,9 +245,9 @@ class NGram(Drafter):
                 seen[tuple(tokens[end - size:end])] = end
         self.index[request] = len(tokens), seen
         # 2. Look up how the text ends, the longest n-gram first.
-        for size in range(min(self.max_n, len(tokens)), self.min_n - 1, -1):
+        for size in range(self.max_n, self.min_n - 1, -1):
             if at := seen.get(tuple(tokens[-size:])):
-                return tokens[at:at + max(n, 0)]
+                return tokens[at:at + n]
         return []
 
     def release(self, request):

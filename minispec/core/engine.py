@@ -73,7 +73,7 @@ class Engine:
         self.fused = False
         if model.device.type == "cuda":
             from kernels import can_run                  # a GPU alone has a use for it
-            self.fused = can_run(model, self.scheduler.tree)
+            self.fused = can_run(model, self.scheduler.rows)
         self.graphs = None                               # of forwards on the kernels, see kernels/graphs.py
         self.thread = self.side = None
         if self.scheduler.delayed:
@@ -276,7 +276,7 @@ class Engine:
     def slots_for(self, requests):
         """Slots of a cache for these requests. ValueError where one exceeds the context or the cache."""
         check_requests(requests, self.model.config)
-        if len(set(map(id, requests))) < len(requests) or any(r.blocks for r in requests if not r.finished):
+        if len(set(requests)) < len(requests) or any(r.blocks for r in requests if not r.finished):
             raise ValueError("a request can be in one open stream only, and there once")
         largest = max([whole_blocks(r.longest) + self.scheduler.extra_slots(r) for r in requests], default=0)
         slots = whole_blocks(self.cache_tokens or largest * min(self.batch_size, len(requests)))

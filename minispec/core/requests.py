@@ -194,7 +194,7 @@ def pack(segments, device, per_request=None, options=()):
     # The first and last row of each request.
     ends = list(accumulate(len(s.tokens) for s in segments))
     spans = list(zip([0, *ends], ends, [s.keys for s in segments]))
-    per_request = {name: table.to(device) for name, table in (per_request or {}).items()}
+    per_request = {name: torch.tensor(x, device=device) for name, x in (per_request or {}).items()}
     features = None
     if segments[0].features is not None:
         features = torch.cat([s.features for s in segments])
@@ -211,9 +211,9 @@ class Batch:
     tokens: torch.Tensor
     positions: torch.Tensor
     spans: list
-    features: torch.Tensor = None
-    per_request: dict = None
-    options: tuple = ()
+    features: torch.Tensor
+    per_request: dict
+    options: tuple
     ends_early = True
 
     @cached_property

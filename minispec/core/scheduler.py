@@ -19,7 +19,6 @@ class Scheduler:
     record_prompt = 0                    # number of last rows of a prompt that are recorded as well
     drafter = Drafter()
     rows = 1                             # the most rows of a verification
-    tree = 0                             # the most rows of a tree
     shares = True                        # whether requests may share the blocks of a common beginning
 
     def schedule(self, ready):
@@ -62,7 +61,6 @@ class SyncScheduler(Scheduler):
         self.ngram = NGram()
         self.rows = k + lookup + 1
         self.shares = not self.drafter.uses_hidden_states  # the states of shared tokens are gone
-        self.tree = self.rows if self.drafter.width > 1 or lookup else 0
 
     def schedule(self, ready):
         # 1. Drafts. A round commits one token besides them, so the last token needs none.
@@ -83,7 +81,7 @@ class SyncScheduler(Scheduler):
             tail = tree_mask(tree[0]) if tree else None
             keys = FullKeys(self.engine.cache, r.blocks, r.n_cached, len(rows), tail=tail)
             segments.append(Segment(r, rows, r.n_cached, keys, "verify", len(rows), drafts, q, *tree,
-                                    select=self.drafter.select, proposer=self.drafter.proposer(r)))
+                                    select=self.drafter.select, proposer=self.drafter.name))
         return segments
 
     def release(self, request):

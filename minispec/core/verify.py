@@ -99,14 +99,13 @@ def verify(segments, logits):
     them."""
     verdicts = []
     rows = logits.split([len(s.drafts) + 1 for s in segments])
-    tossed = iter(coins([s for s in segments if s.drawn]))
     walked = [(s, own) for s, own in zip(segments, rows) if not s.drawn]
     chosen = iter(choose(*zip(*walked)) if walked else [])
     for s, own in zip(segments, rows):
         sampling = s.request.sampling
         if s.drawn:
             chains = [(path, q and q()) for path, q in s.drawn]
-            verdicts.append(rejection(chains, s.drafts, warp(own, sampling), next(tossed)))
+            verdicts.append(rejection(chains, s.drafts, warp(own, sampling), coins(s)))
             continue
         parents = s.above
         if s.select and s.drafts and sampling.rule == "selection" and sampling.temperature > 0:
@@ -125,12 +124,12 @@ def choose(segments, logits, drafting=False):
         groups.setdefault(sampling.settings, []).append(i)
     choices = [None] * len(segments)
     for sampling, group in groups.items():
+        lane = sampling.lane if drafting else TARGET
         streams, positions = [], []
         for i in group:
             s, n = segments[i], len(logits[i])
-            streams += [stream(s.request.sampling.seed, sampling.lane if drafting else TARGET)] * n
-            more = apart(s.request, sampling.lane) if drafting else 0
-            positions += [position + 1 + more for position in s.positions[-n:]]
+            streams += [stream(s.request.sampling.seed, lane)] * n
+            positions += [position + 1 + apart(s.request, lane) for position in s.positions[-n:]]
         rows = torch.cat([logits[i] for i in group])
         best = scores(rows, sampling, streams, positions).argmax(-1).tolist()
         for i in group:
@@ -139,15 +138,11 @@ def choose(segments, logits, drafting=False):
     return choices
 
 
-def coins(segments):
-    """Coins (n + 1,) for rejection of each of `segments`, different in every round of a request."""
-    if not segments:
-        return []
-    sizes = [len(s.drafts) + 1 for s in segments]
-    streams = [stream(s.request.sampling.seed, COINS) for s in segments]
+def coins(s):
+    """Coins (n + 1,) for rejection of a segment, different in every round of its request."""
     # a round has fewer drafts than 1 << 10
-    places = [(s.start << 10) + i for s, n in zip(segments, sizes) for i in range(n)]
-    return uniform(np.repeat(streams, sizes), np.array(places), 1)[:, 0].split(sizes)
+    places = (s.start << 10) + np.arange(len(s.drafts) + 1)
+    return uniform(stream(s.request.sampling.seed, COINS), places, 1)[:, 0]
 
 
 # -- the rules, for one request ------------------------------------------------------------------------------

@@ -75,8 +75,8 @@ class Resumed(Admission):
     for its last k + 1 rows, whose scores are recorded."""
     kept = {}
 
-    def _enter(self, r, missing):
-        entered = super()._enter(r, missing)
+    def _enter(self, r):
+        entered = super()._enter(r)
         old = self.kept.get(tuple(r.tokens))
         if entered and old is not None:
             started = time.perf_counter()

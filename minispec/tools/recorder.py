@@ -104,7 +104,7 @@ class Recorder:
             "tokens": tokens, "parents": parents, "path": path,
             "numbers": numbers[parents, tokens].tolist(),
             "rows": [dict(zip(ids, row[ids].tolist())) for ids, row in zip(likely, numbers)],
-            "coins": coins([s])[0].tolist() if s.drawn else None,
+            "coins": coins(s).tolist() if s.drawn else None,
             "cached": r.n_cached,
             "promises": self.engine.scheduler.drafter.promises.get(r),
         }
