@@ -109,10 +109,11 @@ def gpu(args, model, tokenizer=None):
     if args.device == "cpu" and not args.quick:
         raise ValueError("the kernels need --device cuda; --quick runs the rest on tiny shapes anywhere")
     s = TINY if args.quick else Shapes()
+    sections = dict(SECTIONS)
 
     def measured(section, *settings):
         try:
-            found = SECTIONS[section](s, model, *settings)
+            found = sections[section](s, model, *settings)
             return found if isinstance(found, list) else [found]
         except torch.OutOfMemoryError:
             return None
@@ -126,8 +127,7 @@ def gpu(args, model, tokenizer=None):
     if available(torch.empty(0, device=args.device)):
         cells += [("kernels", kind, *shape) for shape in s.kernels for kind in KINDS]
     if tokenizer:
-        SECTIONS["speed"] = partial(speed, args, tokenizer)
-        SECTIONS["serving"] = partial(serving, args, tokenizer)
+        sections |= {"speed": partial(speed, args, tokenizer), "serving": partial(serving, args, tokenizer)}
         cells += [("speed", *shape) for shape in s.speed] + [("serving", *shape) for shape in s.serving]
     out = {"out_of_memory": []}
     for cell, rows in zip(cells, results.each_kept("gpu", args, model, cells, measured)):
@@ -217,7 +217,7 @@ def next_to_plain(args, model, names, batch, requests, about):
     for name in ("ar", *names):
         engine = results.engine_of(name, model, args, batch)
         for _ in range(2):
-            before = dict(engine.seconds)
+            before, first = dict(engine.seconds), len(engine.iterations)
             answers = engine.generate(requests(name))
         seconds = {phase: x - before[phase] for phase, x in engine.seconds.items() if phase != "prefill"}
         tokens = sum(len(g.token_ids) for g in answers)
@@ -227,7 +227,7 @@ def next_to_plain(args, model, names, batch, requests, about):
         rows.append({
             **about, "method": name, "tokens": tokens, "seconds": seconds, "tokens_per_second": rate,
             "speedup": rate / (rows[0]["tokens_per_second"] if rows else rate),
-            "tau": summary(answers, engine)["tau"],
+            "tau": summary(answers, engine)["tau"], "iterations": len(engine.iterations) - first,
             "identical": sum(a.token_ids == b.token_ids for a, b in zip(answers, plain)),
         })
         del engine
