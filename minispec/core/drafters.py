@@ -163,7 +163,7 @@ class ChainDrafter(Drafter):
                 "streams": [stream(r.sampling.seed, settings.lane) for r in some],
                 "at": [len(r.tokens) + apart(r, settings.lane) for r in some],
                 # a table, because a CUDA graph would freeze a number
-                "min_confidence": [self.min_confidence] * len(some),
+                "min_confidence": [float(self.min_confidence)] * len(some),
             }
             drafts, q = self.run_round(segments, per_request, (steps, settings))
             # 3. The drafts as the engine wants them.

@@ -231,13 +231,13 @@ class Engine:
                 # Later rows overwrite the rejected rows of a chain. The accepted path of a tree moves
                 # together.
                 rows = [0, *path]
-                features = s.features[:len(rows)]
                 if s.parents is not None:
                     self.cache.keep(r.blocks, r.n_cached, rows)
-                    features = s.features[rows]          # not of a chain: a list has to go to a GPU
                 r.n_cached += len(rows)
                 if self.scheduler.drafter.uses_hidden_states:
-                    self.scheduler.drafter.observe(r, features)
+                    # A slice for a chain: a list has to go to a GPU. A copy: a view would keep all rows.
+                    chosen = slice(len(rows)) if s.parents is None else rows
+                    self.scheduler.drafter.observe(r, s.features[chosen].clone())
             self.scheduler.verified(s, len(path))
             committed.append((r, r.commit(s, path, token)))
         return committed

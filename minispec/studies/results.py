@@ -76,8 +76,10 @@ def problems_of(tokenizer, n, data=None, first=0):
 def edits(data):
     """The rewriting tasks of the instruction file, those with an instruction and a text to rewrite. The
     drafters' training reads the same file, so these are the ones that it holds out."""
-    rows = mixture.rows_of(Path(data), "instruct/instruction-data.json")
-    some = [f"{prompt}\n" for prompt, _ in rows if "\n" in prompt and prompt.startswith(EDITS)]
+    file = "instruct/instruction-data.json"
+    with naming(os.path.join(data, file)):
+        rows = mixture.rows_of(Path(data), file)
+        some = [f"{prompt}\n" for prompt, _ in rows if "\n" in prompt and prompt.startswith(EDITS)]
     return [tasks.Problem("edit", prompt) for prompt in some if tasks.is_heldout(prompt)]
 
 

@@ -227,7 +227,9 @@ def observe(study, args, model, tokenizer, how, names, whole={}):
     problems = numbered(tokenizer, how.traced, args.data)
     longest, cut = before_loops(problems, tokenizer, model, args, how.new)
     prices = read_costs(args.cost) if os.path.exists(args.cost) else {}
-    best_k = prices.get("about", {}).get("best_k", {})             # of every batch size, see `profile`
+    with naming(args.cost):
+        # Of every batch size up to 16, see `profile`.
+        best_k = {batch: dict(best) for batch, best in prices.get("about", {}).get("best_k", {}).items()}
 
     def measured(workload, batch, ids, temperature):
         def build(name):
