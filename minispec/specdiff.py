@@ -453,7 +453,7 @@ class SpecDiffDrafter(ChainDrafter):
         if settings.temperature:
             # Under the rule `coupled` all chains have the target's noise, else each its own.
             own = range(1 if coupled else self.width)
-            noise = torch.stack([self.noise(x, n, chain) for chain in own], 2)
+            noise = torch.stack([self.noise(x, n, chain=chain) for chain in own], 2)
         noise = noise.expand(-1, -1, self.width, -1)                                      # (B, n, K, N)
         if self.drafter.markov is None:
             q = warp(logits, settings)[:, :, None]

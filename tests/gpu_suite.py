@@ -118,10 +118,7 @@ def gpu(args, model, tokenizer=None):
         except torch.OutOfMemoryError:
             return None
         finally:
-            # An engine and its scheduler hold each other, so `del` alone frees nothing.
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            free()
 
     cells = [("floors",), ("decode",)]
     if available(torch.empty(0, device=args.device)):
@@ -136,6 +133,14 @@ def gpu(args, model, tokenizer=None):
         else:
             out.setdefault(cell[0], []).extend(rows)
     return out
+
+
+def free():
+    """Return the memory of what is gone. An engine and its scheduler hold each other, so `del` alone frees
+    nothing."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def floors(s, model):
@@ -188,7 +193,7 @@ def speed(args, tokenizer, s, model, batch, n):
     names = results.suitable(args, model, SHORT + run.TREES + run.COPIES)
     wanted = ("ngram", *methods.TRAINED, *SHORT, *run.TREES, *(run.COPIES if batch == 1 else ()))
 
-    def requests(name):
+    def requests():
         return [r for id, problem in problems.items()
                 for r in requests_of([problem], tokenizer, model, longest[id])]
 
@@ -202,7 +207,7 @@ def serving(args, tokenizer, s, model, context, batch):
     names = results.suitable(args, model, (specgen.WINDOW, specgen.PILLAR, "specgen --delayed"))
     names = [name for name in names if name.startswith("specgen")]
 
-    def requests(name):
+    def requests():
         return [Request(ids, s.new_tokens, Sampling(specgen.TEMPERATURE, seed=i))
                 for i, ids in enumerate(texts)]
 
@@ -218,7 +223,7 @@ def next_to_plain(args, model, names, batch, requests, about):
         engine = results.engine_of(name, model, args, batch)
         for _ in range(2):
             before, first = dict(engine.seconds), len(engine.iterations)
-            answers = engine.generate(requests(name))
+            answers = engine.generate(requests())
         seconds = {phase: x - before[phase] for phase, x in engine.seconds.items() if phase != "prefill"}
         tokens = sum(len(g.token_ids) for g in answers)
         if name == "ar":
@@ -231,9 +236,7 @@ def next_to_plain(args, model, names, batch, requests, about):
             "identical": sum(a.token_ids == b.token_ids for a, b in zip(answers, plain)),
         })
         del engine
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free()
     return rows
 
 

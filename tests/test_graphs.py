@@ -417,6 +417,30 @@ def test_few_launches_and_waits_outside_graphs(name, temperature, counting, monk
     assert 0 < len(waits) <= 2 * n, len(waits) / n
 
 
+@pytest.mark.parametrize("temperature, most", [(0.0, 40), (0.8, 42)])
+def test_a_later_step_of_a_chain_has_few_operators(temperature, most, counting):
+    """In a graph they take the device's time. The noise, and what no draft changes, are made for all steps at
+    once."""
+
+    def launches(steps):
+        engine = on_kernels(TARGET, lambda e: SyncScheduler(e, prism.PrismDrafter(PRISM, TARGET), steps), 1)
+        counts = []
+
+        def round(x, real=engine.scheduler.drafter.round):
+            counting.launches = 0
+            with counting:
+                out = real(x)
+            counts.append(counting.launches)
+            return out
+
+        engine.scheduler.drafter.round = round
+        engine.generate([Request([3, 1, 4, 1, 5], 16, Sampling(temperature, seed=1))])
+        return max(counts)
+
+    one = (launches(6) - launches(4)) / 2
+    assert 20 < one <= most, one
+
+
 def test_a_forwards_tables_go_in_one_copy(monkeypatch):
     """To a GPU each copy is a launch. (The guard above counts all of `fill` as one.)"""
     sent = []

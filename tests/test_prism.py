@@ -17,8 +17,9 @@ from minispec.core.engine import Engine
 from minispec.core.gpt import dense_attend  # noqa: F401  the page's code uses it
 from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request
+from minispec.core.scheduler import SyncScheduler
 from minispec.core.verify import draw, verify_tree
-from minispec.prism import PrismConfig, PrismTreeDrafter
+from minispec.prism import PrismConfig, PrismDrafter, PrismTreeDrafter
 
 ONE, TWO = toy_prism(step_map=(0,)), toy_prism(step_map=(0, 1))
 
@@ -193,6 +194,21 @@ def test_the_best_nodes_of_a_tree_include_their_ancestors(ties):
         nodes = [-1, *kept]
         assert all(row <= i and nodes[row] == parents[node] for i, (node, row) in enumerate(zip(kept, above)))
         assert sorted(scores[node] for node in kept) == sorted(scores)[-len(kept):]
+
+
+def test_a_drafter_keeps_states_of_committed_rows_alone(monkeypatch):
+    """A view of a whole forward would keep the rows of all requests until the drafter is asked again."""
+    kept = []
+
+    def observe(drafter, request, features, real=PrismDrafter.observe):
+        if request.generation.token_ids:                 # behind the prompt
+            kept.append((features.untyped_storage().nbytes(), features.nbytes))
+        real(drafter, request, features)
+
+    monkeypatch.setattr(PrismDrafter, "observe", observe)
+    engine = Engine(TARGET, lambda e: SyncScheduler(e, PrismDrafter(TWO, TARGET, 3), 3), 2)
+    engine.generate([Request([1, 2, 3], 12), Request([4, 5], 12)])
+    assert len(kept) > 4 and all(held == own for held, own in kept)
 
 
 def first_tree(prompt, stop):

@@ -183,8 +183,8 @@ class ChainDrafter(Drafter):
         states = self.step(1, x.tokens, x.features, x.positions, x.attend)[x.per_request["last"]]
         tokens, qs, least = [], [], x.per_request["min_confidence"]
         confidence = [states.new_ones(len(states), dtype=torch.float)]         # before each step
-        # Of all steps at once, because a GPU needs thirty operators for it.
-        noise = self.noise(x, steps) if settings.temperature else None
+        # A graph takes all steps, so their noise is made at once, in fewer operators.
+        together = 1 if x.ends_early else steps
         for number in range(1, steps + 1):
             if x.ends_early and (confidence[-1] < least).all():
                 break
@@ -195,7 +195,10 @@ class ChainDrafter(Drafter):
             # The draft is the largest of q / noise, or of q.
             q = scores = warp(self.draft_head.head(states), settings)          # (B, N)
             if settings.temperature:
-                scores = q / noise[:, number - 1]
+                at = (number - 1) % together
+                if not at:
+                    noise = self.noise(x, together, number - 1)
+                scores = q / noise[:, at]
             index = scores.argmax(-1)
             token = self.draft_head.tokens(index)
             confidence.append(confidence[-1] * q.gather(-1, index[:, None])[:, 0])
@@ -204,12 +207,12 @@ class ChainDrafter(Drafter):
         ended = torch.stack(confidence[:-1], 1) < least[:, None]
         return [torch.stack(tokens, 1).masked_fill(ended, PAD_DRAFT), torch.stack(qs, 1)]
 
-    def noise(self, x, n, chain=0):
-        """The noise (B, n, N) of the next n positions: the stream's own, or that of another of its chains."""
+    def noise(self, x, n, first=0, chain=0):
+        """The noise (B, n, N) of n drafts, from number `first` on, of a request's chain number `chain`."""
         streams, at = x.per_request["streams"], x.per_request["at"]
         if chain:
             streams = mix(streams + chain)
-        at = at[:, None] + torch.arange(n, device=at.device)
+        at = at[:, None] + torch.arange(first, first + n, device=at.device)
         return self.draft_head.noise(streams.repeat_interleave(n), at.flatten()).unflatten(0, (-1, n))
 
     def result(self, request, drafts, q, limit):
