@@ -23,8 +23,7 @@ What differs from the paper:
   - The row of a slot predicts the token after it, as in the autoregressive model that the weights come from
     (and in Dream, not in LLaDA). So the row before a block is fed once more with the block.
   - L_distill and L_dlm train all blocks of an answer in one forward: see `two_copies`. Some masks of L_dlm
-    are in reading order: see `turns`. No LoRA: all weights learn.
-  - The shipped student was trained with L_dlm at weight 1.
+    are in reading order: see `turns`. No LoRA: all weights learn. The shipped student has L_dlm at weight 1.
 """
 import time
 from dataclasses import dataclass
@@ -242,12 +241,13 @@ class Answer:
     request: Request
     mask_id: int
     block_size: int
+    cache: KVCache
+    blocks: object = None            # its Allocation in the cache
 
     def __post_init__(self):
         self.n_prompt = len(self.request.tokens)
         self.tokens = self.request.tokens + [self.mask_id] * self.request.remaining
-        self.revealed = []
-        self.hidden = []
+        self.revealed, self.hidden = [], []
         self.n_cached = 0
         self.last = self.n_prompt
         self.open_block()
@@ -341,19 +341,19 @@ class Decoder:
         """Answer requests, in as many slots as tokens remain. Yields (request, new tokens before the first
         mask). ValueError where a request does not fit the context."""
         check_requests(requests, self.model.config)
+        # A cache for this stream alone, because another one may be open.
+        largest = whole_blocks(max((r.longest for r in requests), default=0))
+        n_slots = largest * min(self.batch_size, len(requests))
+        cache = KVCache(self.model.config, n_slots, self.model.dtype, self.model.device)
         for r in requests:
-            r.state, r.blocks = Answer(r, self.mask_id, self.block_size), None
-        # A cache for this stream alone, because another one may have been left in the middle.
-        n_slots = whole_blocks(max((r.longest for r in requests), default=0))
-        n_slots *= min(self.batch_size, len(requests))
-        self.cache = KVCache(self.model.config, n_slots, self.model.dtype, self.model.device)
+            r.state = Answer(r, self.mask_id, self.block_size, cache)
         left = [r.state for r in requests if not r.finished]
         while left:
             started = time.perf_counter()
             # 1. Fill the batch.
             active = left[:self.batch_size]
             for a in active:
-                a.request.blocks = a.request.blocks or self.cache.open(len(a.tokens))
+                a.blocks = a.blocks or cache.open(len(a.tokens))
             # 2. One forward predicts the masked slots of all open blocks; reveal some of them.
             hidden, logits, seconds = self.forward(active)
             masked, end = [a.masked() for a in active], 0
@@ -368,7 +368,7 @@ class Decoder:
             # 4. Finished answers make room; the caller may have cancelled others.
             for a in active:
                 if a.request.finished:
-                    self.cache.close(a.request.blocks)
+                    cache.close(a.blocks)
             left = [a for a in left if not a.request.finished]
 
     def spans(self, a):
@@ -386,7 +386,7 @@ class Decoder:
         """The spans as Segments. Of the engine's kinds, "prefill": clean rows alone, "verify": a block."""
         for start, end, seen in self.spans(a):
             sees = torch.ones(end - start, seen, dtype=torch.bool)       # not causal
-            keys = FullKeys(self.cache, a.request.blocks, start, end - start, tail=sees)
+            keys = FullKeys(a.cache, a.blocks, start, end - start, tail=sees)
             kind = "prefill" if end == a.first else "verify"
             yield Segment(a.request, a.tokens[start:end], start, keys, kind)
 

@@ -3,6 +3,7 @@ Numbers in comments are the statements of the checklist that the paper's notes e
 
 import json
 import math
+from itertools import zip_longest
 from pathlib import Path
 from unittest import mock
 
@@ -358,6 +359,13 @@ def test_a_stream_left_in_the_middle_is_not_in_the_way_of_the_next(model):
             break
     assert ids_of(decoder.generate([left, requests(length=3 * L)[2]]))[1] == want[2]
     assert len(left.generation.token_ids) == 3 * L
+    # Two streams in turn do not see each other's keys.
+    asked = requests(length=3 * L)
+    for _ in zip_longest(*(decoder.stream([r]) for r in asked)):
+        pass
+    assert ids_of([r.generation for r in asked]) == want
+    with refused("a request can be in one open stream only, and there once"):
+        decoder.generate([asked[0], asked[0]])
 
 
 def test_counters_are_measured(model, monkeypatch):  # 20

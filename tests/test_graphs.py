@@ -290,10 +290,10 @@ def test_graphs_last_as_long_as_their_cache_and_their_longest_request():
     for name, selected, scores in (("ar", 0, 0), ("specgen", 16, 2 * 2 * 2 * 160)):
         engine = on_kernels(toy_model(), METHODS[name], 2)
         made = []
-        for requests, n in ((2, 20), (1, 10), (1, 15), (1, 140), (2, 140)):
+        for requests, n in ((2, 17), (1, 10), (1, 19), (1, 140), (2, 140)):
             engine._prepare([Request([1] * n, 20) for _ in range(requests)])
             made.append(engine.graphs)
-        # A longer request, and then a larger cache.
+        # Two tokens more fit into the same block; then a longer request, and then a larger cache.
         assert made[0] is made[1] is made[2] is not made[3] is not made[4]
         assert made[3].longest == 160
         assert engine.cache.n_slots == engine.cache.k.shape[2] - engine.cache.block

@@ -276,8 +276,6 @@ class Engine:
     def slots_for(self, requests):
         """Slots of a cache for these requests. ValueError where one exceeds the context or the cache."""
         check_requests(requests, self.model.config)
-        if len(set(requests)) < len(requests) or any(r.blocks for r in requests if not r.finished):
-            raise ValueError("a request can be in one open stream only, and there once")
         largest = max([whole_blocks(r.longest) + self.scheduler.extra_slots(r) for r in requests], default=0)
         slots = whole_blocks(self.cache_tokens or largest * min(self.batch_size, len(requests)))
         if largest > slots:
@@ -287,7 +285,7 @@ class Engine:
     def _prepare(self, requests):
         """Check the requests, and make a cache that they fit into."""
         slots = self.slots_for(requests)
-        longest = max([r.longest for r in requests], default=0)
+        longest = whole_blocks(max([r.longest for r in requests], default=0))
         # The cache is kept from stream to stream; it grows with the requests.
         if self.cache is None:
             self.cache = PrefixCache(self.model.config, slots, self.model.dtype, self.model.device,
