@@ -128,6 +128,7 @@ def read_answers(args, tokenizer, *kinds):
             for i in sorted({name.split(".")[0] for name in tensors.keys()}):
                 ids, learn = (tensors.get_tensor(f"{i}.{name}") for name in ("ids", "learn"))
                 prompt, answer = ids[~learn].tolist(), ids[learn].tolist()[:cdlm.GEN_LENGTH]
+                answer = [tokenizer.ends[0] if x in tokenizer.ends else x for x in answer]
                 missing = cdlm.GEN_LENGTH - len(answer)
                 if len(prompt) <= args.prompt_length and (not missing or ids[-1] in tokenizer.ends):
                     examples[tuple(prompt)] = (prompt, answer + tokenizer.ends[:1] * missing)
