@@ -174,19 +174,18 @@ def with_mask(source, folder):
     tokenizer, file = Tokenizer.load(source), f"{folder}/tokenizer.json"
     if not os.path.isdir(source):
         raise ValueError(f"target must be a Hugging Face folder, got {source}")
+    if not tokenizer.ends:
+        raise ValueError(f"{source} names no end of text, with which answers are filled up")
     if MASK in tokenizer.special:
         return source
     if os.path.exists(file) and MASK in Tokenizer.load(folder).special:
         return folder
-    if not tokenizer.ends:
-        raise ValueError(f"{source} names no end of text, with which answers are filled up")
     model = checkpoints.load(source)
     mask_id = model.config.vocab_size
     for layer in (model.embed, model.head):
         rows = layer.weight
         layer.weight = torch.nn.Parameter(torch.cat([rows, rows.mean(0, keepdim=True)]))
     model.config.vocab_size += 1
-    # Answers are filled up with one end of text, also where the target knows several.
     model.config.eos_id = tokenizer.ends[0]
     checkpoints.save(model, folder, source)
     data = read_json(file)
@@ -194,6 +193,14 @@ def with_mask(source, folder):
     data["added_tokens"].append({"id": mask_id, "content": MASK, "special": True, **plain})
     write_json(file, data)
     return folder
+
+
+def load(folder, tokenizer, device, dtype):
+    """The model in a folder. Its answers are filled up with one end of text, also where the target knows
+    several."""
+    model = checkpoints.load(folder, device, dtype)
+    model.config.eos_id = tokenizer.ends[0]
+    return model
 
 
 # -- trajectories --------------------------------------------------------------------------------------------
@@ -217,7 +224,7 @@ def passed_over(rank, live):
 def collect_trajectories(args, tokenizer, example, folder, teacher):
     """The trajectories of the model in the folder `teacher` as one {name: tensor (n, ..)}, see `collect`;
     missing shards are made."""
-    model = checkpoints.load(teacher, args.device, fast_dtype(args.device))
+    model = load(teacher, tokenizer, args.device, fast_dtype(args.device))
     # Students of all seeds share them: a problem's number is the seed of its answer.
     training.same_settings(folder, prompts=args.prompts, order=args.order, temperatures=args.temperatures,
                            dual=args.dual, block_size=args.block_size, teacher=checkpoints.fingerprint(model))
@@ -243,13 +250,13 @@ def collect_trajectories(args, tokenizer, example, folder, teacher):
 
 # -- teacher and student -------------------------------------------------------------------------------------
 
-def train(args, mask_id, example, folder, source, lr, weights, data=None):
+def train(args, tokenizer, example, folder, source, lr, weights, data=None):
     """Train the model in the folder `source`. weights: of the three losses; data: a student's trajectories.
 
     A teacher has the last loss alone. It begins block-causally, all blocks of an answer in one forward,
     because most that a mask must learn is the same with either attention; then with its own, in which every
     slot sees all others."""
-    model = checkpoints.load(source, args.device, torch.float32)
+    model, mask_id = load(source, tokenizer, args.device, torch.float32), tokenizer.mask_id
     model.config.diffusion_block_size = args.block_size
     weights = dict(zip(("distill", "cons", "dlm"), weights))
     teacher_head = model.head.weight.detach().clone()    # a student starts as its teacher
@@ -294,10 +301,13 @@ def main():
     args = parse_args()
     example = examples_of(args, Tokenizer.load(args.target))
     for folder in filter(None, (args.target, args.teacher)):
-        context = checkpoints.Folder(folder).config.block_size
-        if cdlm.GEN_LENGTH + args.prompt_length > context:
+        config, mask_id = checkpoints.Folder(folder).config, Tokenizer.load(folder).special.get(MASK, 0)
+        if cdlm.GEN_LENGTH + args.prompt_length > config.block_size:
             raise ValueError(f"prompts of {args.prompt_length} and answers of {cdlm.GEN_LENGTH} tokens "
-                             f"exceed the context of {context}")
+                             f"exceed the context of {config.block_size}")
+        if mask_id >= config.vocab_size:
+            raise ValueError(f"{folder}: the mask token {mask_id} is not in the vocabulary of the weights, "
+                             f"{config.vocab_size} tokens")
     training.same_settings(args.out, target=checkpoints.fingerprint(checkpoints.load(args.target)),
                            answers=args.answers, examples=args.examples, prompt_length=args.prompt_length)
     target = with_mask(args.target, f"{args.out}/target")
@@ -308,11 +318,11 @@ def main():
     trajectories, student = f"{args.out}/trajectories", f"{args.out}/{args.name}"
     if not args.teacher:
         with locked(teacher):
-            train(args, tokenizer.mask_id, example, teacher, target, 1e-3, (0, 0, 1))
+            train(args, tokenizer, example, teacher, target, 1e-3, (0, 0, 1))
     with locked(trajectories):
         data = collect_trajectories(args, tokenizer, example, trajectories, teacher)
     with locked(student):
-        train(args, tokenizer.mask_id, example, student, teacher, 2e-4, args.weights, data)
+        train(args, tokenizer, example, student, teacher, 2e-4, args.weights, data)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,10 @@ def parse_args():
     add("--tokens", type=float, default=32e6, help="training tokens (default 32e6)")
     add("--max-length", type=int, default=10240,
         help="longest sequence in tokens; longer ones of the curriculum are cut to it (default %(default)s)")
-    return training.parsed(p)
+    args = training.parsed(p)
+    if args.max_length < 64:                             # in shorter sequences there would be prompts alone
+        raise ValueError(f"max-length must be 64 or more, got {args.max_length}")
+    return args
 
 
 # -- data -----------------------------------------------------------------------------------------
@@ -134,6 +137,9 @@ def make_model(args, tokenizer, teacher):
     config = checked(gpt.GPTConfig(**{**gpt.SIZES[args.size], "vocab_size": tokenizer.vocab_size},
                                    block_size=max(args.max_length, 2048), bos_id=special["<|bos|>"],
                                    eos_id=special["<|eos|>"]))
+    if teacher and teacher.config.vocab_size != config.vocab_size:
+        raise ValueError(f"{args.teacher} has weights for {teacher.config.vocab_size} tokens; its tokenizer "
+                         f"has {config.vocab_size}")
     if teacher and teacher.config.block_size < config.block_size:
         raise ValueError(f"{args.teacher} has a context of {teacher.config.block_size}; "
                          f"it must have {config.block_size} or more")

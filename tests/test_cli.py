@@ -120,7 +120,11 @@ def test_a_mask_token_without_weights_is_one_line(tmp_path):
     next(token for token in data["added_tokens"] if token["content"] == MASK)["id"] = 2048
     files.write_json(file, data)
     line = refusal(decode_script, f"--model {folder} --drafter {folder} --method cdlm --task story")
-    assert "the mask token 2048 is not in the vocabulary of the weights, 2048 tokens" in line
+    lines = [line, refusal(train_cdlm, f"--target {folder} --out {tmp_path}/out")]
+    assert all("the mask token 2048 is not in the vocabulary of the weights, 2048 tokens" in x for x in lines)
+    line = refusal(train_gpt, f"--size tiny --max-length 64 --teacher {folder} --out {tmp_path}/out")
+    assert "has weights for 2048 tokens; its tokenizer has 2049" in line
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_message_is_one_line_and_a_closed_output_is_no_error():

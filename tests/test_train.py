@@ -130,11 +130,16 @@ def test_killed_training_resumes_to_the_same_weights_and_shares_its_folder_with_
     one, two = ([(r["step"], r["heldout"]) for r in log_of(folder)] for folder in (whole, parts))
     assert one == two and one[-1][1]["trace"] < one[0][1]["trace"]
     assert "train_gpt.py --out" in (parts / "command.txt").read_text()
+    # A run that was killed before its last file is not complete, so the same command writes all of them.
+    command, resume = ((parts / name).stat().st_mtime_ns for name in ("command.txt", "resume.pt"))
+    assert command < resume
 
 
 def test_a_context_that_no_model_may_have_is_refused(tmp_path):
     line = refusal(train_gpt, f"--out {tmp_path}/x {ARGS} --max-length 2000000")
     assert "at most 1048576, got 2000000" in line
+    line = refusal(train_gpt, f"--out {tmp_path}/x {ARGS} --max-length 63")
+    assert "max-length must be 64 or more, got 63" in line
 
 
 def test_distillation_learns_the_teachers_distributions(toy, tmp_path, monkeypatch):

@@ -555,6 +555,11 @@ def test_a_training_with_other_answers_does_not_go_on(other, tmp_path):
     assert "begun with examples" in train(target, tmp_path, options, gen_length=32, by=refusal)
 
 
+def test_one_end_of_text_fills_up_answers(toy):
+    """Also those of a target that had a mask token, and whose config names another end."""
+    assert train_cdlm.load(toy, SimpleNamespace(ends=[7, 2042]), "cpu", torch.float32).config.eos_id == 7
+
+
 def test_a_tokenizer_without_added_tokens_gets_a_mask(other, tmp_path):
     shutil.copytree(other[0], tmp_path / "target")
     file = tmp_path / "target" / "tokenizer.json"

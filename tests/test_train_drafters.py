@@ -298,6 +298,10 @@ def test_given_answers_are_read_and_trained_on(folder, tmp_path, capsys):
                           (empty, "prompt 1 has no answer")):
         with refused(message):
             train(folder, "given2", where, file)
+    args = argparse.Namespace(given=tmp_path / "g.jsonl", max_new_tokens=9, target="small")
+    small = mock.Mock(**{"config.vocab_size": 3})
+    with refused("has tokens for which small has no weights"):
+        rollouts.given(args, small, tokenizer)
 
 
 def test_files_of_prompts_come_in_turn_instead_of_own_ones(tmp_path):

@@ -60,7 +60,7 @@ def generate(model, prompt, draft, k=8, max_new_tokens=200, stop_ids=()):
         new = new[:stops[0] + 1] if stops else new
         tokens += new
         yield new[:n], new[n:]
-        if stops or len(tokens) == longest:
+        if stops or len(tokens) >= longest:
             return
 
 

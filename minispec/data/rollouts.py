@@ -148,7 +148,7 @@ def answers(args, engine, tokenizer, asked, first):
         yield read(target, g.prompt_ids, g.token_ids, request.sampling.temperature)
 
 
-def given(args, tokenizer):
+def given(args, target, tokenizer):
     """The texts of --given as (prompt ids, answer ids): prompts with answers that somebody else wrote. The
     target's distributions at every token are as good to learn from, though it would seldom come there by
     itself. ValueError where an answer is missing."""
@@ -160,6 +160,8 @@ def given(args, tokenizer):
         if not tasks.is_heldout(p.prompt):
             ids = tokenizer.encode(said) + tokenizer.ends[:1]
             rows.append((tokenizer.prompt_ids(p.prompt), ids[:args.max_new_tokens]))
+            if max(map(max, rows[-1])) >= target.config.vocab_size:
+                raise ValueError(f"{args.given}: prompt {i} has tokens for which {args.target} has no weights")
     return rows
 
 
@@ -198,7 +200,7 @@ def main():
                            max_new_tokens=args.max_new_tokens)
     # Where prompts have a date, it stays the day on which the folder was begun (copies must keep file times).
     tokenizer.now = time.localtime(os.path.getmtime(f"{args.out}/settings.json"))
-    rows = given(args, tokenizer) if args.given else []          # not counted in --minutes
+    rows = given(args, target, tokenizer) if args.given else []          # not counted in --minutes
     args.over = time.time() + 60 * args.minutes if args.minutes is not None else float("inf")
     engine = Engine(target, SyncScheduler, TOGETHER if args.device == "cpu" else 2 * TOGETHER)
     files = [*answer(args, engine, tokenizer, "heldout", args.heldout)]

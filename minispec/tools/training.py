@@ -208,8 +208,7 @@ class Run:
         self.model.load_state_dict(saved["model"])
 
     def steps(self):
-        """The numbers of the steps that are still missing, with a progress bar; the end is noted in
-        command.txt."""
+        """The numbers of the steps that are still missing, with a progress bar."""
         first = self.step
         if self.complete:
             print(f"the training in {self.folder} is complete")
@@ -220,8 +219,6 @@ class Run:
             yield self.step
             if self.last:
                 break
-        command = shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
-        write_text(f"{self.folder}/command.txt", command + "\n")
 
     def progress(self, done):
         """How much of the run is over, 0 to 1: `done`, or the part of its minutes, if that is more."""
@@ -254,8 +251,8 @@ class Run:
         return due
 
     def checkpoint(self, **results):
-        """Write the log, with `results` in this record, and last what a resumed run starts from: killed in
-        between, it does these steps again."""
+        """Write the log, with `results` in this record, at the end the command, and last what a resumed run
+        starts from: killed in between, it does these steps again."""
         means = {}
         for name in self.recent[-1]:
             means[name] = round(statistics.fmean(values[name] for values in self.recent), 5)
@@ -263,6 +260,9 @@ class Run:
         record = {"step": self.step + 1, **means, **results, "seconds": round(seconds)}
         self.log += json.dumps(record) + "\n"
         write_text(f"{self.folder}/log.jsonl", self.log)
+        if self.last:
+            command = shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
+            write_text(f"{self.folder}/command.txt", command + "\n")
         state = {"step": self.step + 1, "seconds": seconds, "finished": self.last, "log": self.log,
                  "model": self.model.state_dict(), "settings": vars(self.args),
                  "optimizers": [part.state_dict() for part in self.optimizer.parts]}
