@@ -53,10 +53,7 @@ def parse_args():
     add("--tokens", type=float, default=32e6, help="training tokens (default 32e6)")
     add("--max-length", type=int, default=10240,
         help="longest sequence in tokens; longer ones of the curriculum are cut to it (default %(default)s)")
-    args = training.parsed(p)
-    if args.max_length < 64:                             # in shorter sequences there would be prompts alone
-        raise ValueError(f"max-length must be 64 or more, got {args.max_length}")
-    return args
+    return training.parsed(p)
 
 
 # -- data -----------------------------------------------------------------------------------------
@@ -132,14 +129,11 @@ def evaluate(model, tokenizer):
 
 
 def make_model(args, tokenizer, teacher):
-    """A new model that fits the tokenizer and the teacher."""
+    """A new model that fits the tokenizer and the teacher, which may lack weights of its last tokens."""
     special = tokenizer.special
-    config = checked(gpt.GPTConfig(**{**gpt.SIZES[args.size], "vocab_size": tokenizer.vocab_size},
-                                   block_size=max(args.max_length, 2048), bos_id=special["<|bos|>"],
+    shape = gpt.SIZES[args.size] | {"vocab_size": (teacher.config if teacher else tokenizer).vocab_size}
+    config = checked(gpt.GPTConfig(**shape, block_size=max(args.max_length, 2048), bos_id=special["<|bos|>"],
                                    eos_id=special["<|eos|>"]))
-    if teacher and teacher.config.vocab_size != config.vocab_size:
-        raise ValueError(f"{args.teacher} has weights for {teacher.config.vocab_size} tokens; its tokenizer "
-                         f"has {config.vocab_size}")
     if teacher and teacher.config.block_size < config.block_size:
         raise ValueError(f"{args.teacher} has a context of {teacher.config.block_size}; "
                          f"it must have {config.block_size} or more")
@@ -149,6 +143,8 @@ def make_model(args, tokenizer, teacher):
 def main():
     # 1. The tokenizer, the model, and the sequence length of every step.
     args = parse_args()
+    if args.max_length < 64:                             # in shorter sequences there would be prompts alone
+        raise ValueError(f"max-length must be 64 or more, got {args.max_length}")
     teacher = None
     if args.teacher:
         teacher = checkpoints.load(args.teacher, args.device, training.fast_dtype(args.device))

@@ -47,11 +47,14 @@ class Linear(nn.Linear):
             return F.linear(x.float(), w.float(), None if bias is None else bias.float()).bfloat16()
         return F.linear(x, w, bias)
 
+    def _apply(self, *args):
+        """`to`, `float` and the like; the new weights may lie at the address of earlier ones."""
+        self._packed = None, None
+        return super()._apply(*args)
+
     def __getstate__(self):
         """The state for copy.deepcopy and pickle, which cannot read the packed copy."""
-        state = self.__dict__.copy()
-        state.pop("_packed", None)
-        return state
+        return self.__dict__ | {"_packed": (None, None)}
 
 
 def row_product(x, w, bias):
