@@ -118,7 +118,8 @@ class SpecGen(Scheduler):
     def schedule(self, ready):
         """Segments for the requests that draft, then for those that verify."""
         cache = self.engine.cache
-        self.pool = self.pool or DraftPool(cache, self.k)
+        if self.pool is None or self.pool.cache is not cache:
+            self.pool = DraftPool(cache, self.k)
         for r in ready:
             # A prompt of one token leaves nothing to select by.
             r.state = r.state or SpecGenState()

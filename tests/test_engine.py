@@ -24,6 +24,7 @@ from minispec.core.draft_head import DraftHead
 from minispec.core.scheduler import SyncScheduler
 from minispec.prism import PrismDrafter
 from minispec.specdiff import SpecDiffDrafter
+from minispec.tools import methods
 from minispec.tools.answers import summary
 import test_trained
 from test_trained import CASES, FULL, RANDOM, REJECTED, TINY, case
@@ -511,6 +512,21 @@ def test_a_request_is_in_one_open_stream_once():
             engine.generate(twice)
     stream.close()
     assert len(engine.generate([request])[0].token_ids) == 5
+
+
+@pytest.mark.parametrize("name", ["ar", "specgen"])
+def test_a_text_with_no_numbers_spoils_no_later_one(name):
+    """The blocks of such a text are used again, by texts that are shorter."""
+    model = toy_model()
+    with torch.no_grad():
+        model.embed.weight[5] = float("inf")
+    asked = lambda: [Request([1] * 20 + [i], 8) for i in (2, 3)]
+    engine, other = (methods.make_engine(name, model, methods.settings(), 4) for _ in range(2))
+    want = ids_of(other.generate(asked()))
+    for _ in range(2):
+        with refused("the logits of the model must be numbers"):
+            engine.generate([Request([5] * 100, 4)])
+        assert ids_of(engine.generate(asked())) == want
 
 
 def argmax_drafts(self, streams, positions):

@@ -94,7 +94,7 @@ class Engine:
         """
         if self.active or self.waiting or self.admission.paused:
             raise ValueError("another stream of this engine is open; finish or close it first")
-        delayed = self.scheduler.delayed
+        delayed, spoiled = self.scheduler.delayed, False
         try:
             self._prepare(requests)
             while True:
@@ -141,11 +141,16 @@ class Engine:
                     committed += self.commit()
                 self._account(started)
                 yield from committed
+        except ValueError:
+            spoiled = bool(self.active)                  # by keys that are no numbers: no mask hides them
+            raise
         finally:
             if self.thread:
                 self.thread.submit(int).result()         # wait for an interrupted forward, which uses blocks
             self.retire(everything=True)
             self.pending = []
+            if spoiled:
+                self.cache = self.graphs = None
 
     def generate(self, requests):
         """Answer the requests and return their generations, in order."""
