@@ -166,7 +166,15 @@ def reference_batch(model, examples, blockwise, generator, in_order=0.0):
     return ready(batch, model.device)
 
 
-# -- the mask token ------------------------------------------------------------------------------------------
+# -- the end of text and the mask token ----------------------------------------------------------------------
+
+def load(folder, tokenizer, device="cpu", dtype=None):
+    """The model in a folder. Its answers are filled up with one end of text, also where the target knows
+    several."""
+    model = checkpoints.load(folder, device, dtype)
+    model.config.eos_id = tokenizer.ends[0]
+    return model
+
 
 def with_mask(source, folder):
     """The folder `source`, or a copy of it in `folder` whose vocabulary has a mask token too, embedded as the
@@ -180,27 +188,18 @@ def with_mask(source, folder):
         return source
     if os.path.exists(file) and MASK in Tokenizer.load(folder).special:
         return folder
-    model = checkpoints.load(source)
+    model = load(source, tokenizer)
     mask_id = model.config.vocab_size
     for layer in (model.embed, model.head):
         rows = layer.weight
         layer.weight = torch.nn.Parameter(torch.cat([rows, rows.mean(0, keepdim=True)]))
     model.config.vocab_size += 1
-    model.config.eos_id = tokenizer.ends[0]
     checkpoints.save(model, folder, source)
     data = read_json(file)
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     data["added_tokens"].append({"id": mask_id, "content": MASK, "special": True, **plain})
     write_json(file, data)
     return folder
-
-
-def load(folder, tokenizer, device, dtype):
-    """The model in a folder. Its answers are filled up with one end of text, also where the target knows
-    several."""
-    model = checkpoints.load(folder, device, dtype)
-    model.config.eos_id = tokenizer.ends[0]
-    return model
 
 
 # -- trajectories --------------------------------------------------------------------------------------------

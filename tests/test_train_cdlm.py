@@ -467,6 +467,11 @@ def test_a_target_that_knows_no_masks_is_trained_end_to_end(other, tmp_path, cap
     assert 1 <= json.loads((tmp_path / "o").read_text())["counts"]["forwards"] <= 8
     train(target, tmp_path, options, gen_length=32)
     assert capsys.readouterr().out.count("is complete") == 2
+    # The config of a teacher may name another end of text than the one that fills up the answers.
+    file = tmp_path / "teacher" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": 5}))
+    train(target, tmp_path, f"{options} --name other", gen_length=32)
+    assert checkpoints.load(tmp_path / "other").config.eos_id == Tokenizer.load(target).ends[0]
     with refused(f"the teacher {TARGET} has another vocabulary than the target {target}"):
         train(target, tmp_path, f"{options} --teacher {TARGET}", gen_length=32)
     # Another target does not begin with the copy of this one.
@@ -553,11 +558,6 @@ def test_a_training_with_other_answers_does_not_go_on(other, tmp_path):
             ids[0] += 1                                  # another prompt
     save_file(more, tmp_path / "answers" / "train-900-912.safetensors")
     assert "begun with examples" in train(target, tmp_path, options, gen_length=32, by=refusal)
-
-
-def test_one_end_of_text_fills_up_answers(toy):
-    """Also those of a target that had a mask token, and whose config names another end."""
-    assert train_cdlm.load(toy, SimpleNamespace(ends=[7, 2042]), "cpu", torch.float32).config.eos_id == 7
 
 
 def test_a_tokenizer_without_added_tokens_gets_a_mask(other, tmp_path):

@@ -158,9 +158,9 @@ def given(args, target, tokenizer):
         if not said:
             raise ValueError(f"{args.given}: prompt {i} has no answer")
         if not tasks.is_heldout(p.prompt):
-            ids = tokenizer.encode(said) + tokenizer.ends[:1]
-            rows.append((tokenizer.prompt_ids(p.prompt), ids[:args.max_new_tokens]))
-            if max(map(max, rows[-1])) >= target.config.vocab_size:
+            ids, prompt_ids = tokenizer.encode(said) + tokenizer.ends[:1], tokenizer.prompt_ids(p.prompt)
+            rows.append((prompt_ids, ids[:args.max_new_tokens]))
+            if max(prompt_ids + ids) >= target.config.vocab_size:
                 raise ValueError(f"{args.given}: prompt {i} has tokens for which {args.target} has no weights")
     return rows
 
