@@ -29,16 +29,14 @@ from minispec.specgen import SELECTIONS, SpecGen  # noqa: E402
 from minispec.tools import checkpoints  # noqa: E402
 from minispec.tools.script import run_main  # noqa: E402
 
-gc.freeze()                              # scripts collect often, and would look through all of torch
-
 TARGET = f"{ROOT}/checkpoints/target"
 DRAFT = f"{ROOT}/checkpoints/draft"
 
 
 def pytest_collection_modifyitems(items):
     """The long setups come first, where the two processes (beside.py) do not meet: else both might make
-    them. Trained drafters are those of test_engine.py, too."""
-    first = "test_graphs.py test_kernels.py test_prism.py test_specdiff.py"
+    them."""
+    first = "test_bench.py test_engine.py test_graphs.py test_kernels.py test_prism.py test_specdiff.py"
     items.sort(key=lambda item: item.path.name not in first)
 
 
@@ -79,6 +77,13 @@ def prompts(n=8, vocab=64, seed=0):
     rng = random.Random(seed)
     lengths = [1, 2, 9, 16, 17, 40, 100]
     return [[rng.randrange(vocab) for _ in range(rng.choice(lengths))] for _ in range(n)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """Scripts collect often, and would look through all that was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -214,16 +214,16 @@ def naive(model, prompt, length, block, steps, order):
 @pytest.mark.parametrize("order", cdlm.ORDERS)
 @pytest.mark.parametrize("size, steps", [(8, 8), (8, 5), (8, 1), (4, 4), (12, 12)])
 def test_teacher_is_the_loop_of_the_notes(model, size, steps, order):  # 7
-    asked = requests(length=24)
+    asked = requests(PROMPTS[1:3], length=24)
     settings = {"order": order, "batch_size": 3, "block_size": size}
     decoded(model, "teacher", asked, steps_a_block=steps, **settings)
-    assert filled(asked) == [naive(model, p, 24, size, steps, order) for p in PROMPTS]
+    assert filled(asked) == [naive(model, p, 24, size, steps, order) for p in PROMPTS[1:3]]
     ranks = [list(r.state.revealed) for r in asked]
     assert all([slot // size for slot in rank] == [i // size for i in range(24)] for rank in ranks)
     if order == "first":
-        assert ranks == [list(range(24))] * 4
+        assert ranks == [list(range(24))] * 2
     if steps == size:
-        assert tokens_of(model, "teacher", requests(length=24), **settings) == filled(asked)
+        assert tokens_of(model, "teacher", requests(PROMPTS[1:3], length=24), **settings) == filled(asked)
 
 
 def test_the_block_size_is_the_models(model, tmp_path):

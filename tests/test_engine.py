@@ -87,14 +87,14 @@ def texts(name, n=8, *args, **kw):
 
 
 @functools.cache
-def answers_of(target, n, max_new, sampling):
-    asked = ask(prompts(n, vocab=target.config.vocab_size), max_new, sampling)
-    return ids_of(Engine(target, SyncScheduler, 17).generate(asked))
+def answers_of(target, max_new, sampling):
+    asked = ask(prompts(12, vocab=target.config.vocab_size), max_new, sampling)
+    return ids_of(Engine(target, SyncScheduler, 12).generate(asked))
 
 
 def plain(name, n, max_new=30, sampling=Sampling()):
     """Tokens of the autoregressive loop for some(name, n)."""
-    return answers_of(target_of(name), n, max_new, sampling)
+    return answers_of(target_of(name), max_new, sampling)[:n]
 
 
 def test_autoregressive_equals_dense_forwards():
@@ -103,24 +103,6 @@ def test_autoregressive_equals_dense_forwards():
         best = dense_logits(TARGET, prompt + g.token_ids)[len(prompt) - 1 : -1].argmax(-1)
         assert g.token_ids == best.tolist()
     assert max(len(set(g.token_ids)) for g in generations) > 5  # texts that do not repeat one token
-
-
-@pytest.mark.parametrize("name", [*METHODS[1:], *CASES, *RANDOM])
-def test_greedy_is_identical_to_autoregressive(name):
-    # One by one takes longest. The drafters learned ten prompts by heart, so there are more than ten.
-    for batch, n in ((1, 2), (3, 100 if FULL else 17)):
-        got, engine = run(name, some(name, n), batch)
-        assert ids_of(got) == plain(name, n)
-        assert engine.cache.used == 0 and not engine.active
-        drafter = getattr(engine.scheduler, "drafter", None)
-        assert not getattr(drafter, "draft_states", None)
-    steps = [s for g in got for s in g.rounds]
-    assert (name == "draft, copies") == any(s.lookup and s.drafted for s in steps)
-    assert any(s.accepted < s.proposed for s in steps)
-    _, settings, least = CASES.get(name, (0, {}, 0 if name in RANDOM else -1))
-    assert sum(s.accepted for s in steps) > least * len(steps)
-    if "stop" in settings:  # ends where the drafter is unsure
-        assert len({s.proposed for s in steps if 0 < s.position < 25}) > 1
 
 
 @pytest.mark.parametrize(
@@ -135,54 +117,47 @@ def test_greedy_control_a_drafter_believed_blindly_is_caught(name, wrong, monkey
     assert texts(name) != plain(name, 8)
 
 
-SAMPLED = [Sampling(0.65), Sampling(1.0), Sampling(1.0, 0, 0.9), Sampling(0.65, 50, 0.9)]
 AT_1 = Sampling(1.0)
+SETTINGS = [Sampling(), Sampling(0.65, 50, 0.9), Sampling(1.0, 0, 0.9)]
+SETTINGS += [Sampling(1.0, rule=rule) for rule in RULES]
+WALKED = "ar", "ngram", "prism tree", "prism early tree"  # their drafts are no draws: the walk verifies them
 
 
-@pytest.mark.parametrize("name", [*SCHEDULERS, *CASES])
+@pytest.mark.parametrize("name", [*SCHEDULERS, *CASES, *RANDOM])
 def test_a_seed_is_a_text(name, monkeypatch):
-    """Whatever the method, the batch, the size of a block and the neighbours, which have other settings:
-    token by token that of plain decoding."""
-    settings = SAMPLED if name in SCHEDULERS else SAMPLED[2:]
-    rounds = {sampling: [] for sampling in settings}
-    for batch, n, block in ((1, 2, 4), (8 * len(settings), 17, 16)):
+    """Greedy or sampled, whatever the method, the batch, the size of a block and the neighbours, which have
+    other settings: token by token that of plain decoding. Rejection alone has other texts."""
+    rounds = {sampling: [] for sampling in SETTINGS}
+    for batch, n, block, settings in ((1, 1, 4, SETTINGS[:2]), (20, 4, 16, SETTINGS)):
         monkeypatch.setattr(kv_cache, "BLOCK", block)
         engine = make(name, batch)
-        asked = [ask(some(name, n), sampling=sampling) for sampling in settings]
+        # The drafters learned ten prompts by heart: the last three of these, and another one.
+        asked = [ask(some(name, 12), sampling=sampling)[7 : 7 + n] for sampling in settings]
         got = iter(engine.generate(sum(asked, [])))
         for sampling in settings:
             own = [*itertools.islice(got, n)]
-            assert ids_of(own) == plain(name, 17, 30, sampling)[:n]
+            want = plain(name, 12, 30, replace(sampling, rule="coupled"))[7 : 7 + n]
+            assert (ids_of(own) == want) == (sampling.rule != "rejection" or name in WALKED)
             rounds[sampling] += [s for g in own for s in g.rounds]
-        assert engine.cache.used == 0
-    for sampling, steps in rounds.items():
-        assert name in ("ar", "ngram") or sum(s.accepted for s in steps) > 0.1 * len(steps)
-        assert plain(name, 17, 30, sampling) != plain(name, 17, 30, replace(sampling, temperature=1.5))
+        assert engine.cache.used == 0 and not engine.active
+        assert not getattr(getattr(engine.scheduler, "drafter", None), "draft_states", None)
+    if name == "ar":
+        return
+    # Drafts are accepted. Greedy answers of a random model are neither guessed by another one nor copies.
+    _, made, greedy = CASES.get(name, (0, {}, 0 if name in RANDOM else -1))
+    warm = -1 if name == "ngram" else 0 if name in RANDOM else 0.1
+    for sampling, least in zip(SETTINGS, (greedy, warm, warm)):
+        assert sum(s.accepted - least for s in rounds[sampling]) > 0
+    steps = rounds[Sampling()]
+    assert any(s.accepted < s.proposed for s in steps)
+    assert (name == "draft, copies") == any(s.lookup and s.drafted for s in steps)
+    if "stop" in made:  # ends where the drafter is unsure
+        assert len({s.proposed for s in steps if 0 < s.position < 25}) > 1
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "ngram",
-        "draft",
-        "draft, copies",
-        "specgen",
-        "prism chain",
-        "prism tree",
-        "one chain",
-        "three chains",
-        "random markov",
-    ],
-)
-def test_a_seed_is_a_text_under_every_rule_that_walks(name, monkeypatch):
-    """Rejection alone has other texts; the walk judges copies, and trees that were drafted without chance.
-    Neighbours have other rules."""
-    monkeypatch.setattr(kv_cache, "BLOCK", 16)
-    asked = [ask(some(name), sampling=Sampling(1.0, rule=rule)) for rule in RULES]
-    got = ids_of(make(name, 20).generate(sum(asked, [])))
-    for i, rule in enumerate(RULES):
-        walks = rule != "rejection" or name in ("ngram", "prism tree")
-        assert (got[8 * i : 8 * i + 8] == plain(name, 8, 30, AT_1)) == walks
+def test_another_temperature_is_another_text():
+    for sampling in SETTINGS[1:3]:
+        assert plain("ar", 12, 30, sampling) != plain("ar", 12, 30, replace(sampling, temperature=1.5))
 
 
 def test_a_seed_is_a_text_on_two_threads():
@@ -224,7 +199,10 @@ def test_a_seed_is_a_text_for_requests_that_must_leave_the_cache(name, temperatu
     assert engine.admission.dropped or engine.cache.offloaded
 
 
-@pytest.mark.parametrize("name", [*METHODS, *CASES])
+ENDING = [*METHODS, "prism chain", "prism tree", "one chain", "three chains", "random specdiff"]
+
+
+@pytest.mark.parametrize("name", ENDING)
 def test_end_of_text_inside_accepted_drafts(name):
     """Any token may be the stop token: output is the autoregressive one cut after its first occurrence, and
     its record adds up."""
@@ -243,8 +221,8 @@ def test_end_of_text_inside_accepted_drafts(name):
             assert s.accepted <= s.proposed * (name != "ar") and s.committed - s.accepted in (0, 1)
 
 
-@pytest.mark.parametrize("name", [*METHODS, *CASES, *RANDOM])
-def test_length_limit_is_exact_and_context_may_be_full(name):
+@pytest.mark.parametrize("name", ENDING)
+def test_length_limit_is_exact_and_context_may_be_full(name, usual_blocks):
     for limit in (1, 2, 6):  # down to fewer drafts than asked for
         room = TARGET.config.block_size - limit
         engine = make(name, 5)
@@ -370,7 +348,7 @@ def small(seed):
 
 SMALL = small(3)
 SMALL_OTHER = small(4)
-ROUNDS = 100_000 if FULL else 4_000
+ROUNDS = 100_000 if FULL else 1_500
 PROMPT = [1, 5, 2, 7, 3, 3, 6, 1]
 
 
@@ -423,7 +401,7 @@ JUDGED = [*itertools.product(("draft", "draft, copies", "sparse"), GRID if FULL 
 JUDGED += [(name, AT) for name in REJECTED]
 
 
-@pytest.mark.parametrize("sampling", GRID, ids=str)
+@pytest.mark.parametrize("sampling", GRID if FULL else GRID[1:3], ids=str)
 def test_plain_sampling_has_the_targets_distribution(sampling, monkeypatch):
     """And so have all methods, which write the same text. A correct engine fails with probability 1e-6. In
     the control two positions share their noise."""
@@ -440,10 +418,9 @@ def test_plain_sampling_has_the_targets_distribution(sampling, monkeypatch):
 @pytest.mark.parametrize("name, sampling", JUDGED, ids=str)
 def test_rejection_has_the_targets_distribution(name, sampling):
     """The whole engine; a correct one fails with probability 1e-6. MINISPEC_FULL=1 runs all settings, 100,000
-    rounds each (test_verify.py always runs them on the rules alone)."""
+    rounds each."""
     # Copies are rare here: more rounds.
-    rounds = ROUNDS // 2 if name in REJECTED else 15_000 if name == "draft, copies" else ROUNDS
-    value, rate = sampled(name, sampling, rounds)
+    value, rate = sampled(name, sampling, ROUNDS * (3 if name == "draft, copies" else 1))
     assert value > 1e-6
     assert 0.02 < rate < 0.98  # drafts are accepted and rejected
 
@@ -466,7 +443,8 @@ class Remembering(SpecGen):
         super().take_drafts(segments, logits)
 
 
-def test_drafts_that_depend_on_rejected_ones_change_no_distribution():
+def test_drafts_that_depend_on_rejected_ones_change_no_distribution(monkeypatch):
+    monkeypatch.setattr(kv_cache, "BLOCK", 32)
     requests = [Request(PROMPT, 20, replace(REJECTION, seed=i)) for i in range(2_000)]
     engine = Engine(SMALL, lambda e: Remembering(e, 2, schedule="lockstep"), 1_000)
     for i in (0, 1_000):  # all begin in the same phase
@@ -597,7 +575,7 @@ def test_a_draft_vocabulary_without_the_likeliest_tokens_loses_nothing(name, mon
     kept = likely.argsort()[:4].sort().values
     drafter, settings = REJECTED[name]
     monkeypatch.setitem(REJECTED, name, (copy.deepcopy(drafter).restrict(kept), settings))
-    assert sampled(name, AT, ROUNDS // 4)[0] > 1e-6
+    assert sampled(name, AT, ROUNDS // 2)[0] > 1e-6
     if name == "tiny prism tree":
         real = verify.scores
         inside = torch.zeros(6).index_fill(0, kept, 1.0)
@@ -605,4 +583,4 @@ def test_a_draft_vocabulary_without_the_likeliest_tokens_loses_nothing(name, mon
     monkeypatch.setattr(
         DraftHead, "whole", lambda self, q: torch.nn.functional.pad(q, (0, 6 - len(kept)))
     )
-    assert sampled(name, AT, ROUNDS // 4, control=True)[0] < 1e-6
+    assert sampled(name, AT, ROUNDS // 2, control=True)[0] < 1e-6

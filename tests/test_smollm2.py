@@ -56,7 +56,7 @@ def test_no_method_changes_what_it_says(smollm2):
     answers = {}
     for method in ("ar", "ngram", "specgen"):
         engine = methods.make_engine(method, model, methods.settings(), 2)
-        requests = [Request(ids, 20, stop_ids=tokenizer.ends) for ids in prompts]
+        requests = [Request(ids, 12, stop_ids=tokenizer.ends) for ids in prompts]
         answers[method] = [g.token_ids for g in engine.generate(requests)]
     assert "Paris" in tokenizer.decode(answers["ar"][0])
     assert answers["ngram"] == answers["ar"] == answers["specgen"]
@@ -69,6 +69,6 @@ def test_greedy_tokens_are_those_of_transformers(smollm2, tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     ids = tokenizer.prompt_ids("Why is the sky blue?")
     with torch.inference_mode():
-        want = theirs.generate(torch.tensor([ids]), max_new_tokens=30, do_sample=False, eos_token_id=None)
-    ours, = methods.make_engine("ar", model, methods.settings(), 1).generate([Request(ids, 30)])
+        want = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    ours, = methods.make_engine("ar", model, methods.settings(), 1).generate([Request(ids, 12)])
     assert ours.token_ids == want[0, len(ids):].tolist()

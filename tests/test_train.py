@@ -18,7 +18,7 @@ from minispec.data import corpus, tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import training
 
-ARGS = "--size tiny --tokens 16e3 --max-length 256 --seed 7 --device cpu"
+ARGS = "--size tiny --tokens 10e3 --max-length 256 --seed 7 --device cpu"
 
 
 def train(out, *args):
@@ -102,7 +102,7 @@ def test_attention_logits_are_clipped_head_by_head():
 
 def test_killed_training_resumes_to_the_same_weights_and_shares_its_folder_with_no_other(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    settings = "--save-every 3"
+    settings = "--save-every 2"
     command = words(f"{sys.executable} {ROOT}/train_gpt.py --out {parts} {ARGS} {settings}")
     p = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 

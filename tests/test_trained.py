@@ -30,7 +30,6 @@ TARGET = toy_model(vocab=12, seed=2)
 FORMS = {
     "blind": dict(),
     "reading": dict(reads=True),
-    "three layers": dict(reads=True, feature_layers=(0, 1)),
     "markov": dict(reads=True, feature_layers=(0, 1), rank=4),
 }
 

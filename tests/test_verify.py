@@ -1,8 +1,8 @@
-"""The acceptance rules: a chi-square test of each over all outputs of length two, and controls that must
-fail.
+"""Distributions, noise and draws; the acceptance rules have chi-square tests in test_specdiff.py, the engine
+in test_engine.py.
 
-A correct rule fails a chi-square test of this file with probability 1e-6. Seeds are fixed, so it never does
-by chance.
+Correct noise fails a chi-square test of this file with probability 1e-6. Seeds are fixed, so it never does by
+chance.
 """
 
 from functools import cache
@@ -16,7 +16,6 @@ from minispec.core.noise import stream
 from minispec.core.verify import LEAST_TEMPERATURE, Sampling, draw, rejection, scores, warp
 
 V = 6
-ROUNDS = 6_000
 
 
 @pytest.mark.parametrize(
@@ -92,54 +91,7 @@ def tables(sampling):
     return (p[V], p[:V]), (q[V], q[:V])
 
 
-def simulate(sampling, drafter, share_coin=False, k=2):
-    """Rounds of k drafts each, verified by rejection. Returns the p-value of the first two committed tokens,
-    and the numbers of accepted drafts. A round that commits one token gets its second one from the target, as
-    in the next round."""
-    (p0, p1), (q0, q1) = tables(sampling)
-    coins = torch.rand(2 * k + 2, ROUNDS, generator=seeded(1))
-    drafts = []
-    q = q0.expand(ROUNDS, V)
-    for coin in coins[:k]:
-        drafts.append(draw(q, coin) if drafter == "sampled" else q.argmax(-1))
-        q = q1[drafts[-1]]
-    drafts = torch.stack(drafts, 1)
-    p, q = (torch.cat([x0.expand(ROUNDS, 1, V), x1[drafts]], 1) for x0, x1 in tables(sampling))
-    judging = coins[k:-1].T
-    if share_coin:
-        judging = judging[:, :1].expand(ROUNDS, k + 1)
-    out = []
-    lengths = []
-    for i, draft in enumerate(drafts.tolist()):
-        own = None if drafter == "point mass" else q[i]
-        path, token = rejection([([1, 2], own)], draft, p[i], judging[i])
-        lengths.append(len(path))
-        out.append([*draft[: len(path)], token, -1][:2])
-    first, second = torch.tensor(out).T
-    second = torch.where(second < 0, draw(p1[first], coins[-1]), second)
-    counts = torch.bincount(first * V + second, minlength=V * V)
-    return chi_square(counts, (p0[:, None] * p1).flatten()), torch.tensor(lengths)
-
-
 SAMPLINGS = [Sampling(t, 0, top_p) for t in (0.7, 1.0) for top_p in (1.0, 0.8)]
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("drafter", ["sampled", "point mass"])
-def test_rejection_is_lossless(sampling, drafter):
-    p_value, accepted = simulate(sampling, drafter)
-    assert p_value > 1e-6
-    assert 0 < accepted.float().mean() < 2  # drafts are accepted and rejected
-    (p0, _), (q0, _) = tables(sampling)
-    if drafter == "sampled":  # one minus total variation
-        assert abs((accepted > 0).float().mean() - torch.minimum(p0, q0).sum()) < 0.03
-
-
-@pytest.mark.parametrize(
-    "drafter, share_coin", [("sampled", True), ("argmax", False)]  # one coin for all drafts
-)  # as if its drafts were drawn from q
-def test_control_mistakes_are_rejected(drafter, share_coin):
-    assert simulate(Sampling(1.0), drafter, share_coin)[0] < 1e-6
 
 
 def test_identical_distributions_accept_everything():

@@ -1,17 +1,20 @@
 """decode.py --html and --explain: recording changes no token and agrees with the run; a browser shows the page."""
 import base64
 import copy
+import functools
 import json
 import re
 import runpy
 import shutil
 import subprocess
 from collections import Counter
+from unittest import mock
 
 import pytest
 from conftest import ROOT, TARGET, run_script, table, values, words
 
 import decode
+from minispec.tools import checkpoints
 from minispec.tools.recorder import TEMPLATE, write_page
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -45,13 +48,14 @@ def decoded(line):
 def recorded(tmp_path_factory):
     """{name of a run: (its recording, its JSON, the JSON of the same run without a recorder)}."""
     folder = tmp_path_factory.mktemp("viewer")
-    out = {}
+    out, load = {}, functools.cache(checkpoints.load)
     for name, more in RUNS.items():
         method = name.split(",")[0]
         line = f"--method {method} --max-new-tokens 40 {more} --json {folder}/run.json"
         results = []
         for how in (f"--html {folder}/run.html", ""):
-            decoded(f"{line} {how}")
+            with mock.patch.object(checkpoints, "load", load):
+                decoded(f"{line} {how}")
             result = json.loads((folder / "run.json").read_text())
             results.append(result.get("requests", [result]))
         out[name] = *runs_of(folder / "run.html"), *results
