@@ -88,6 +88,8 @@ def parse_args():
 
 def examples_of(args, tokenizer):
     """example(n, split="train"): the n-th example, always the same, of --answers or of our own problems."""
+    if not os.path.isdir(args.target):
+        raise ValueError(f"target must be a Hugging Face folder, got {args.target}")
     if args.answers:
         return answered(args, tokenizer)
     if not tokenizer.is_puzzle_model:
@@ -180,8 +182,6 @@ def with_mask(source, folder):
     """The folder `source`, or a copy of it in `folder` whose vocabulary has a mask token too, embedded as the
     mean of all others."""
     tokenizer, file = Tokenizer.load(source), f"{folder}/tokenizer.json"
-    if not os.path.isdir(source):
-        raise ValueError(f"target must be a Hugging Face folder, got {source}")
     if not tokenizer.ends:
         raise ValueError(f"{source} names no end of text, with which answers are filled up")
     if MASK in tokenizer.special:
@@ -189,11 +189,12 @@ def with_mask(source, folder):
     if os.path.exists(file) and MASK in Tokenizer.load(folder).special:
         return folder
     model = load(source, tokenizer)
-    mask_id = model.config.vocab_size
+    mask_id = tokenizer.vocab_size                       # weights may end before the tokens do
     for layer in (model.embed, model.head):
         rows = layer.weight
-        layer.weight = torch.nn.Parameter(torch.cat([rows, rows.mean(0, keepdim=True)]))
-    model.config.vocab_size += 1
+        more = rows.mean(0, keepdim=True).expand(mask_id + 1 - len(rows), -1)
+        layer.weight = torch.nn.Parameter(torch.cat([rows, more]))
+    model.config.vocab_size = mask_id + 1
     checkpoints.save(model, folder, source)
     data = read_json(file)
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -290,7 +291,8 @@ def train(args, tokenizer, example, folder, source, lr, weights, data=None):
 
 @torch.no_grad()
 def evaluate(model, example, mask_id, blockwise):
-    """The masked loss of held-out examples, always the same ones with the same masks."""
+    """The masked loss of held-out examples, always the same ones with the same masks. A teacher's loss jumps
+    when its attention changes, and the masks with it."""
     examples = [example(n, "heldout") for n in range(HELDOUT)]
     batch = reference_batch(model, examples, blockwise, torch.Generator().manual_seed(0))
     return round(cdlm.dlm_loss(model, batch, mask_id, blockwise).item(), 4)
@@ -321,6 +323,9 @@ def main():
     with locked(trajectories):
         data = collect_trajectories(args, tokenizer, example, trajectories, teacher)
     with locked(student):
+        # Also a finished student is not taken for another one.
+        training.same_settings(student, weights=args.weights, reverse_kl=args.reverse_kl, lr=args.lr,
+                               seed=args.seed)
         train(args, tokenizer, example, student, teacher, 2e-4, args.weights, data)
 
 

@@ -15,7 +15,7 @@ The target writes prompts, answers them, and its hidden states are recorded (dat
 Other variants, seeds and prefixes (--prompts 1000, 2000, ..) can be trained from the same folder of
 --responses. Interrupt it at any time: the same command continues. Writes config.json, model.safetensors,
 log.jsonl, command.txt, and resume.pt with the optimisers' state. The tau that it shows is an estimate of the
-tokens that a round would commit. Its chains begin at every position; in decoding they begin behind rejected
+tokens that a round would commit. Its chains begin at every position; in decoding they begin after rejected
 drafts, where fewer drafts are right.
 """
 import minispec  # noqa: F401  before torch: it tunes the allocator
@@ -26,7 +26,6 @@ from minispec.tools import drafter_files
 from minispec.tools.script import Parser, run_main
 from minispec.tools.training import bf16, locked
 
-LR = 2e-3                   # at the peak, from scratch; a third of it for copies of a trained module
 WORTH = 0.05                # share of the rounds in which a draft must be accepted for its step to pay
 
 # name: (PrismConfig.step_map, layers of a module)
@@ -43,7 +42,7 @@ ARMS = {
 
 def parse_args():
     p = Parser(__doc__)
-    add_arguments(p, lr=None)
+    add_arguments(p)
     p.add_argument("--arm", default="prism2", choices=ARMS,
                    help="member of the family (default %(default)s)")
     p.add_argument("--init", metavar="DIR",
@@ -52,8 +51,6 @@ def parse_args():
     args = parsed(p)
     if args.unroll > MAX_K:
         raise ValueError(f"unroll {args.unroll} is out of range; allowed is 1 to {MAX_K} draft steps")
-    if args.lr is None:
-        args.lr = LR / 3 if args.init else LR
     return args
 
 
@@ -96,7 +93,7 @@ def main():
     target, model = begin(args, drafter_of)
     with locked(args.out):
         run = DrafterRun(args, model, least=args.unroll)
-        step_reads = sum(p.numel() for p in model.bank[0].parameters())
+        step_reads = sum(p.numel() for p in [*model.bank[0].parameters(), model.draft_head.head.weight])
         print(f"{args.arm}: {model.n_params() / 1e6:.2f}M parameters, {step_reads / 1e6:.2f}M read by a "
               f"draft step, {model.draft_head.size} tokens to draft")
 

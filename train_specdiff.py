@@ -17,11 +17,12 @@ the same cost.
 
 The target writes prompts and answers them itself (data/rollouts.py), and all objectives and seeds are trained
 on the same answers. Streak objectives barely move a drafter that is never right: start them from a trained
-one (--init). Interrupt it at any time: the same command continues. Writes config.json, model.safetensors,
-log.jsonl, command.txt, and resume.pt with the optimisers' state.
+one (--init). --lr is 2e-3 by default, with --init a third of it. Interrupt it at any time: the same command
+continues. Writes config.json, model.safetensors, log.jsonl, command.txt, and resume.pt with the optimisers'
+state.
 
 heldout_tau estimates the tokens that a round commits, bonus included, of windows at random positions; rounds
-begin behind rejected drafts, where tau is lower. greedy: the drafter's argmax must equal
+begin after rejected drafts, where tau is lower. greedy: the drafter's argmax must equal
 the answer's token, in greedy and in sampled answers. point_mass, rejection: chains drawn from the drafter at
 temperature 1; the target has the answer's temperature.
 """
@@ -35,6 +36,7 @@ from minispec.tools.script import Parser, run_main
 from minispec.tools.training import bf16, generator_of, locked
 
 LAYERS = 2                  # first layers of the target, from which a new drafter starts
+GAMMA = 8                   # slots of a window
 
 
 def parse_args():
@@ -43,9 +45,10 @@ def parse_args():
     p.add_argument("--objective", default="kl", choices=specdiff.OBJECTIVES,
                    help="training objective, see docs/specdiff.md (default %(default)s)")
     p.add_argument("--init", metavar="DIR",
-                   help="drafter to start from; its shape is kept, except for --gamma. "
+                   help="drafter to start from; its shape is kept, and its draft vocabulary is chosen anew. "
                         "A drafter of train_prism.py drafts the first slot already, and learns the others")
-    p.add_argument("--gamma", type=int, default=8, help="slots of a window (default %(default)s)")
+    p.add_argument("--gamma", type=int,
+                   help=f"slots of a window (default {GAMMA}, or as in the drafter of --init)")
     p.add_argument("--blind", action="store_true",
                    help="do not read the target's hidden states, as in the paper (default: read them)")
     p.add_argument("--markov", type=int, default=0, metavar="RANK",
@@ -56,20 +59,22 @@ def parse_args():
 
 def drafter_of(args, target):
     """A new drafter, or the one to go on from."""
+    gamma = args.gamma or GAMMA
     if not args.init:
         n_layer = min(LAYERS, target.config.n_layer)
         layers = () if args.last_layer or args.blind else feature_layers_of(target.config)
-        return specdiff.for_target(target, n_layer, args.gamma, not args.blind, layers, args.markov)
+        return specdiff.for_target(target, n_layer, gamma, not args.blind, layers, args.markov)
 
     if drafter_files.kind_of(args.init) == "prism":
         head = drafter_files.load_drafter(args.init, target, prism.PrismConfig)
-        drafter = specdiff.from_prism(head, target, args.gamma, args.markov)
+        drafter = specdiff.from_prism(head, target, gamma, args.markov)
     else:
         drafter = drafter_files.load_drafter(args.init, target, specdiff.SpecDiffConfig)
         rank = drafter.config.rank
         if rank and args.markov not in (0, rank):
             raise ValueError(f"the Markov head of the drafter in {args.init} has rank {rank}, not {args.markov}")
-        drafter.config = replace(drafter.config, gamma=args.gamma, rank=rank or args.markov)
+        gamma = args.gamma or drafter.config.gamma
+        drafter.config = replace(drafter.config, gamma=gamma, rank=rank or args.markov)
         if args.markov and not rank:
             drafter.markov = specdiff.markov_head(drafter.config).to(target.device)
     if args.blind and drafter.config.reads:

@@ -13,7 +13,7 @@ Full attention is c = 0 and tail = 0: there is no request type. A row sees the e
 beyond its own. The rows of a draft tree see their paths instead: 64 bits of each row say which of the newest
 64 positions it sees, and it sees all before them. Selections are positions in the text, not places in the
 pool; `slots` translates in the kernel, so that a request can move (be offloaded, restored elsewhere) with its
-selection unchanged. Any slot, in any order: the kernels know nothing of blocks (graphs.py makes slots of
+selection unchanged. Any slot, in any order: the kernels use no blocks (graphs.py makes slots of
 block tables).
 
 Shapes, for one layer: q (N, H, D) packed rows; k, v (G, n_slots, D); g = H / G query heads share a KV head; B
@@ -52,7 +52,7 @@ def settings(dtype, d):
     """What the kernel is compiled with. N_: entries read in one step. STAGES_: steps in flight; a key needs
     three, since its position, its slot and itself are loads that wait for one another.
 
-    The choice keeps every head size free of spills (tests/compile_report.py); it was made without a GPU, not
+    The choice keeps head sizes of 32 to 256 free of spills (tests/compile_report.py); it was made without a GPU, not
     tuned on one. PRECISION concerns fp32 alone, which is there to prove identity, not for speed, and must not
     lose 13 bits to TF32; bf16 and fp16 products are exact anyway."""
     if dtype == torch.float32:

@@ -52,16 +52,16 @@ class Rounds(Graphs):
     steps = 0                   # of the longest round so far
 
     def __init__(self, engine, drafter, longest):
-        target = drafter.target
+        model = drafter.model
         self.drafter = drafter
         batch = engine.batch_size
         size = whole_blocks(longest + drafter.room)                            # slots of a request
-        drafter.cache = KVCache(drafter.config, batch * size, target.dtype, target.device, spare=1)
+        drafter.cache = KVCache(drafter.config, batch * size, model.dtype, model.device, spare=1)
         # The rows of every later step see one another, until a tree says which (a chain's is alone).
         w = drafter.width
         trees = dict.fromkeys(range(batch), torch.ones(w, w))
         plan = make_plan([(w, size, 0, 0)] * batch, drafter.cache.group, trees=trees)
-        self.later = plan.to(target.device)
+        self.later = plan.to(model.device)
         super().__init__(engine, self.round, drafter.cache, batch * drafter.segments, size, 0,
                          drafter.n_features)
 
@@ -96,5 +96,5 @@ def accelerate(engine, longest):
     engine.graphs = Graphs(engine, forward, engine.cache, engine.batch_size, longest, widest)
     for some in [drafter, *drafter.drafters.values()]:
         # Its tree has at most `room` rows. (A chain's room is at most MAX_K, which always fits.)
-        if isinstance(some, ChainDrafter) and can_run(some.target, some.room):
+        if isinstance(some, ChainDrafter) and can_run(some.model, some.room):
             some.graphs = Rounds(engine, some, longest)

@@ -52,7 +52,6 @@ from itertools import product
 import numpy as np
 from tqdm import tqdm
 
-from minispec import ROOT
 from minispec.costs import CostTable, read_costs
 from minispec.tools.files import write_json
 from minispec.tools.intervals import interval
@@ -477,9 +476,8 @@ def parse_args(argv=None):
     p = Parser(__doc__)
     add = p.add_argument
     add("--traces", required=True, metavar="FILE", help="accept traces, JSON lines (minispec/traces.py)")
-    add("--cost", default=f"{ROOT}results/costs.json", metavar="FILE",
-        help="cost table (minispec/costs.py; default %(default)s; the paper's is "
-        "results/costs_h100.json)")
+    add("--cost", required=True, metavar="FILE",
+        help="cost table (minispec/costs.py); the paper's is results/costs_h100.json")
     add("--batches", type=sizes, default=BATCHES, metavar="N,N,..",
         help="batch sizes, like 1,8,64 (default %(default)s)")
     add("--k-max", type=positive, metavar="K",
@@ -500,7 +498,7 @@ def main(argv=None):
     positions = sum(t.n_out - 1 for t in traces)
     result = analyse(traces, prices, batches=args.batches, k_max=args.k_max)
     longest = max(c["k_max"] for c in result["cells"])
-    about = " ".join(f"{name}: {value};" for name, value in result["about"].items())
+    about = " ".join(f"{name}: {x};" for name, x in result["about"].items() if isinstance(x, str))
     if args.json:
         write_json(args.json, result)
     print(visible(f"traces  {args.traces}: {len(traces):,} requests, {positions:,} positions\n"

@@ -21,7 +21,7 @@ What differs from the paper:
   - The threshold is 0.99, not 0.9, and if no slot is above it, the first masked slot is revealed, not the
     most confident: see `pick`. Trajectories are recorded most confident slot first, as in the paper.
   - The row of a slot predicts the token after it, as in the autoregressive model that the weights come from
-    (and in Dream, not in LLaDA). So the row before a block is fed once more with the block.
+    (and in Dream, 2508.15487, not in LLaDA, 2502.09992). So the row before a block is fed with it once more.
   - L_distill and L_dlm train all blocks of an answer in one forward: see `two_copies`. Some masks of L_dlm
     are in reading order: see `turns`. No LoRA: all weights learn. The shipped student has L_dlm at weight 1.
 """
@@ -82,8 +82,8 @@ def block_causal(blocks):
 
 def two_copies(blocks, gen_length):
     """Mask (n, 1, T + L, T + L) of prompt, clean answer and noisy answer in one sequence (the training mask
-    of BD3-LM). A row sees its own block in its own copy, and the clean blocks before. So every noisy block
-    has the same context as in decoding, and one forward trains them all."""
+    of BD3-LM, 2503.09573). A row sees its own block in its own copy, and the clean blocks before. So every
+    noisy block has the same context as in decoding, and one forward trains them all."""
     noisy = torch.arange(blocks.shape[1] + gen_length, device=blocks.device) >= blocks.shape[1]
     blocks = torch.cat([blocks, blocks[:, -gen_length:]], 1)
     row, key = blocks[:, :, None], blocks[:, None, :]
@@ -92,7 +92,7 @@ def two_copies(blocks, gen_length):
 
 
 def answer_hidden(model, prompt, answer, mask=block_causal):
-    """Hidden states (n, L, C) that predict the slots (n, L) behind left-padded prompts (n, width)."""
+    """Hidden states (n, L, C) that predict the slots (n, L) after left-padded prompts (n, width)."""
     positions, blocks = layout(prompt, answer.shape[1], block_size_of(model))
     tokens = torch.cat([prompt.clamp(min=0), answer], 1)
     hidden = model(tokens, positions, dense_attend(mask(blocks)))
@@ -100,7 +100,7 @@ def answer_hidden(model, prompt, answer, mask=block_causal):
 
 
 def blocks_hidden(model, prompt, clean, noisy):
-    """Hidden states (n, L, C) that predict the noisy slots (n, L), each block behind clean blocks."""
+    """Hidden states (n, L, C) that predict the noisy slots (n, L), each block after clean blocks."""
     length, block_size = clean.shape[1], block_size_of(model)
     positions, blocks = layout(prompt, length, block_size)
     positions = torch.cat([positions, positions[:, -length:]], 1)
@@ -134,7 +134,7 @@ def student_rates(answer, eos_id, block_size, generator):
 
 def teacher_rates(answer, eos_id, block_size, generator):
     """Mask rates (n, L), and the slots (n, L) to predict. Every second answer is in a state of decoding: one
-    block is masked at a rate and to be predicted, the blocks before it are clean, those behind it all masks.
+    block is masked at a rate and to be predicted, the blocks before it are clean, those after it all masks.
     The others have one rate for all slots, ends of text included, which teaches the length of an answer."""
     n, length = answer.shape
     opened = torch.rand(n, generator=generator) * text_blocks(answer, eos_id, block_size)
@@ -161,7 +161,7 @@ def turns(shape, block_size, generator, in_order=0.0):
 
 def draw_states(live, length, block_size, generator):
     """A state k (n, L / B) for each block of trajectories with `live` (n,) decoded slots, uniform over the
-    block's steps. A block behind these slots was never opened; its state is the complete one."""
+    block's steps. A block after these slots was never opened; its state is the complete one."""
     first = torch.arange(0, length, block_size)
     step = (torch.rand(len(live), len(first), generator=generator) * block_size).long()
     return first + torch.where(first < live.cpu()[:, None], step, block_size)
@@ -309,7 +309,7 @@ class Decoder:
         student  feeds the open block, and once the finished block before it. The cache of the rest is exact.
         teacher  feeds the prompt and all slots, every time.
         dual     the teacher with stale keys: one whole forward when a block opens, then the block alone,
-                 against the cached keys of all positions (Fast-dLLM's dual cache). Approximate.
+                 against the cached keys of all positions (Fast-dLLM, 2505.22618). Approximate.
     threshold: reveal all slots of higher confidence. None: `steps_a_block` forwards a block (default: a
     token each). order: see `pick`. record: for `trajectory`, keep hidden rows and complete every block.
     """
@@ -383,7 +383,7 @@ class Decoder:
         return [(min(a.n_cached, a.first - 1), a.first, a.first), (a.first, a.last, a.last)]
 
     def segments(self, a):
-        """The spans as Segments. Of the engine's kinds, "prefill": clean rows alone, "verify": a block."""
+        """The spans as Segments, of the engine's kinds "prefill" (clean rows alone) or "verify" (a block)."""
         for start, end, seen in self.spans(a):
             sees = torch.ones(end - start, seen, dtype=torch.bool)       # not causal
             keys = FullKeys(a.cache, a.blocks, start, end - start, tail=sees)

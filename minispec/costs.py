@@ -7,9 +7,9 @@ request and cached tokens.
      "overhead": TIME, "accept": {name: chance}}
 
 Only verify is required. tokens are 1 + drafts for verify, the drafts for draft, and the tokens that are read
-for prefill and read. prefill, read and overhead are asked at 0 cached tokens, overhead at 1 token. read:
+for prefill and read. prefill, read and overhead are evaluated at 0 cached tokens, overhead at 1 token. read:
 extra seconds of a drafter's first round for a request, by the tokens that it reads then. accept: chance that
-a draft is accepted, measured on other texts; the prior of the method `adaptive`. TIME is one of
+a draft is accepted, measured on other texts (not a trace's `accept`); the prior of `adaptive`. TIME is one of
 
     {"kind": "linear", "base": s, "row": s, "token": s, "step": s, "kv": s, "kv_step": s}   missing ones are 0
         seconds each: base once; row per request; token per token of all requests; step per token of one
@@ -17,7 +17,8 @@ a draft is accepted, measured on other texts; the prior of the method `adaptive`
         every step
     {"kind": "grid", "rows": [..], "tokens": [..], "kv": [..], "seconds": [[[..]]]}
         measured: seconds[rows][tokens][kv], where rows are batch sizes, tokens and cached tokens are per
-        request; linear between points, and along the last segment beyond the last point
+        request; linear between points, and along the last segment beyond the last point; an axis of
+        one point is constant
     {"kind": "share", "of_verify": x}     a drafter that takes this part of the verification that follows
 
 The paper's cost ("Speculative Decoding: Performance or Illusion?", arXiv 2601.11580) is eight constants in

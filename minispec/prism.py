@@ -189,7 +189,8 @@ def unrolled_loss(prism, batch, steps):
 
     Returns (loss, accepted (steps,)): the share of rows whose first 1, 2, .. guesses all are the target's
     argmax. The sum of the shares is the mean number of accepted drafts of chains that begin at every row; in
-    decoding they begin behind rejected drafts, so fewer are accepted.
+    decoding they begin after rejected drafts, so fewer are accepted. In a sampled answer a guess is compared
+    with the argmax, but the next step reads the token that was drawn.
     """
     # 1. The target's row s = r + k sees t_s and predicts t_{s+1}, which is the label of row r at step k.
     to_learn = F.pad(batch.learn[:, 1:], (0, 1))         # (B, S): is t_{s+1} one to learn?

@@ -20,7 +20,7 @@ window's keys:
     reading    t_0   t_1   ..  t_n   | MASK  ..  MASK      the same, and every row reads a hidden state f of
                      f_0   ..  f_n-1 | f_n-1 ..  f_n-1     the target: the newest when the token is chosen
 
-A slot's marginal knows nothing of the token drafted one slot earlier. The optional Markov head (`rank` > 0;
+A slot's marginal does not depend on the token drafted one slot earlier. The optional Markov head (`rank` > 0;
 as in DSpark, 2607.05147) adds a low-rank term of that token to the slot's logits,
 
     h_j + U V E[x_j-1]     in place of the state h_j of slot j; rank 0: the paper's drafter
@@ -36,9 +36,9 @@ the next token: the row of t_n reads the same as in an EAGLE head.
 What differs from the paper and why: the released drafter sees its prefix bidirectionally and encodes it again
 every round; ours is causal, so that a cache is exact and many windows of a text train in one forward. The
 released code trains the paper's loss, which fits point-mass acceptance, and decodes with multi-round
-rejection; here each rule has its loss (`streak`, `streak-rs`). The drafter starts as the first layers of the
-target, whose embedding and head it uses, or as a trained EAGLE head (`from_prism`), and not from a diffusion
-model of its own. A single chain ends where it gets improbable.
+rejection; here each rule has its loss (`streak`, `streak-rs`), with q at temperature 1. The drafter starts as
+the first layers of the target, whose embedding and head it uses, or as a trained EAGLE head (`from_prism`),
+and not from a diffusion model of its own. A single chain ends where it gets improbable.
 
 Glossary: window <-> draft block; gamma <-> window length; chains <-> K drafts; `selection` <->
 self-selection; J <-> E[streak]. Shapes: B texts, S tokens, W windows per text, r rows of a window, V tokens
@@ -138,12 +138,10 @@ def for_target(target, n_layer=None, gamma=8, reads=False, feature_layers=(), ra
             mine.load_state_dict(theirs.state_dict())
         drafter.mask.copy_(target.embed.weight.mean(0))
         if reads:
-            c = config.d_model
-            one = torch.eye(c, device=target.device)
-            size_of_states = target.norm.weight.norm() / c ** 0.5
+            one = torch.eye(config.d_model, device=target.device)
+            size_of_states = target.norm.weight.norm() / len(one) ** 0.5
             drafter.join.bias.zero_()
-            drafter.join.weight[:, :c] = one * size_of_states / target.embed.weight.std()
-            drafter.join.weight[:, c:] = one
+            drafter.join.weight.copy_(torch.cat([one * size_of_states / target.embed.weight.std(), one], 1))
     return drafter
 
 
@@ -230,7 +228,7 @@ def places_of(starts, gamma):
 
 
 def at_places(x, places):
-    """x (B, S, ..) at places (B, ..) of each text; a place behind its end reads the last one."""
+    """x (B, S, ..) at places (B, ..) of each text; a place after its end reads the last one."""
     text = torch.arange(len(x), device=x.device)[:, None]
     rows = x[text, places.flatten(1).clamp(max=x.shape[1] - 1)]
     return rows.unflatten(1, places.shape[1:])
@@ -238,7 +236,7 @@ def at_places(x, places):
 
 def _answers(drafter, batch, starts):
     """The target's tokens in the windows, each (B, W, gamma): tokens; their indices; log_p; and valid, False
-    behind the end of the answer and for tokens outside the draft vocabulary."""
+    after the end of the answer and for tokens outside the draft vocabulary."""
     places = places_of(starts, drafter.config.gamma)
     tokens, written, log_p = (at_places(x, places) for x in (batch.ids, batch.learn, batch.log_p))
     index = drafter.draft_head.indices(tokens)
@@ -305,6 +303,7 @@ def training_loss(drafter, name, batch, n_windows, generator):
     shown, weight = None, 1
     if name == "mdlm":
         shown, weight = _mask_at_random(tokens, generator)
+        shown = shown.masked_fill(~valid, MASK)          # nothing shows where the answer ends
     # 3. The guesses, and their loss.
     windows, text = window_states(drafter, batch.ids, starts, batch.features(drafter.config), shown)
     windows = windows + markov_terms(drafter, tokens)

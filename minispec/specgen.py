@@ -17,8 +17,8 @@ while the next forward already runs; the request sits that iteration out (a stal
 
 Unified schedule: requests in all phases share one forward. If all drafted together and verified together,
 forwards would have B rows k times and then (k + 1) B rows; with the phases spread evenly each has about (2k +
-1) / (k + 1) B. A request joins the emptiest phase of the schedule when it starts to draft, by making its
-first round shorter, and stays in that phase.
+1) / (k + 1) B. A request starts in the emptiest phase of the schedule, by making its first round shorter;
+from then on all requests advance by one phase a forward.
 
 Glossary, code <-> paper: k draft steps per round (spec_stride); sparsity = s, the budget's share of the
 context; a accepted drafts; `scores` the mean softmax probability of a position over the k + 1 verification
@@ -52,7 +52,7 @@ SCHEDULES = ("unified", "lockstep")
 FADE = 0.6
 MEMORY = 0.5
 GROWTH = 16                                  # entries that buffers grow by beyond their need
-N_SINKS = 4                                  # first positions that a plain window keeps (StreamingLLM)
+N_SINKS = 4                                  # first positions that a plain window keeps (2309.17453)
 
 
 @dataclass
@@ -82,7 +82,7 @@ class SpecGen(Scheduler):
     paper's; "ahead", the same with `look_ahead`; "window", the first and the newest positions. schedule:
     "unified" or "lockstep" (join the fullest phase). delayed: verify drafts while the next forward runs; a
     round then takes one more iteration, which pays only where the host takes more than 1 / (k + 2) of an
-    iteration: on a GPU. ValueError if k or sparsity is out of range.
+    iteration. ValueError if k or sparsity is out of range.
     """
 
     def __init__(self, engine, k=8, sparsity=0.05, min_budget=64, select="ahead", schedule="unified",
@@ -103,7 +103,7 @@ class SpecGen(Scheduler):
         self.pool = None
 
     def budget(self, length):
-        """The number of positions that a draft row reads of `length` cached ones (the paper's rule)."""
+        """The number of positions that a draft row reads of `length` cached ones. (The least is ours.)"""
         return min(length, max(self.min_budget, math.ceil(self.sparsity * length)))
 
     def extra_slots(self, r):
@@ -180,7 +180,7 @@ class SpecGen(Scheduler):
     def _select(self, r, keys, accepted):
         """The SpecGenState of the next round, from the scores (L, G, T) of a verification's keys. The
         accepted + 2 newest positions are read in any case: not every row saw the accepted drafts, so their
-        averages are too low. Of the older positions, those with the largest scores fill up the budget."""
+        averages are too low. The older positions with the largest scores fill up the budget."""
         b = self.budget(r.n_cached)
         if b == r.n_cached:                                # all positions fit into the budget
             return SpecGenState()

@@ -71,7 +71,8 @@ BAD = f"""
 --max-new 5 | unrecognized arguments: --max-new 5
 --seed {1 << 70} | is out of range; allowed is 0 to
 --method adaptive | this measures one: python bench.py profile --model
---method adaptive --drafter {DRAFT} | --drafter names one of a single method
+--method adaptive --drafter {DRAFT} | --drafter is for draft, prism, eagle, specdiff, cdlm, dlm
+--method ngram --drafter nowhere | --drafter is for draft, prism
 --method adaptive --k 33 --cost {ROOT}/results/costs.json | k 33 is out of range
 --method cdlm --drafter nowhere | cannot read nowhere/config.json
 --method cdlm --drafter {TARGET} --threshold 7 | threshold 7.0 is out of range; allowed is 0
@@ -99,17 +100,17 @@ def test_bad_input_gets_one_line_and_leaves_nothing(args, message, toy, tmp_path
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("method", ["ar", "ngram", "draft", "specgen", "cdlm"])
-def test_logits_that_are_no_numbers_end_a_run_in_one_line(method, temperature, tmp_path):
+def test_logits_that_are_no_numbers_end_a_run_in_one_line(method, tmp_path):
     """The weights are finite, the activations are not."""
     folder = save_toy_target(tmp_path)
     file = f"{folder}/model.safetensors"
     weights = load_file(file)
     weights["model.layers.1.mlp.down_proj.weight"].fill_(3e38)
     save_file(weights, file)
-    line = refusal(decode_script, f"--model {folder} --drafter {folder} --method {method} --temperature "
-                   f"{temperature} --task arith --max-new-tokens 20")
+    drafter = f"--drafter {folder}" if method in ("draft", "cdlm") else ""
+    line = refusal(decode_script, f"--model {folder} {drafter} --method {method} --task arith "
+                   "--max-new-tokens 20")
     assert "the logits of the model must be numbers, got NaN: its weights are" in line
 
 
@@ -168,7 +169,8 @@ ar_tokens_per_second ar_decode_tokens_per_second speedup speedup_end_to_end iden
 
 @pytest.mark.parametrize("method", ["ngram", "draft", "specgen"])
 def test_json_of_one_prompt(method, toy, tmp_path):
-    d, shown = decoded(tmp_path, f"--model {toy} --drafter {toy} --method {method} --prompt 'one two' "
+    drafter = f"--drafter {toy}" if method == "draft" else ""
+    d, shown = decoded(tmp_path, f"--model {toy} {drafter} --method {method} --prompt 'one two' "
                        "--max-new-tokens 40 --compare")
     assert FIELDS | {"prompt_ids", "token_ids", "text"} <= set(d)
     assert (d["identical"], d["tie_gap"], d["correct"]) == (True, 0, None)
@@ -177,7 +179,7 @@ def test_json_of_one_prompt(method, toy, tmp_path):
     assert "\033" not in shown and "tau" in shown
 
 
-@pytest.mark.parametrize("temperature", [0, 0.65, 1])
+@pytest.mark.parametrize("temperature", [0, 0.65])
 def test_json_of_several_prompts_has_totals_and_each(temperature, toy, tmp_path):
     d, shown = decoded(tmp_path, f"--model {toy} --method ngram --task arith --n 3 --batch 2 "
                        f"--max-new-tokens 30 --compare --temperature {temperature} --top-p 0.9")
@@ -276,9 +278,13 @@ class Full(io.StringIO):
 
 
 def test_results_are_kept_if_their_lines_cannot_be_printed(toy, tmp_path, monkeypatch):
+    free = {"kind": "linear"}
+    files.write_json(tmp_path / "costs", {"verify": {**free, "base": 1}, "draft": {"ngram": free}})
+    trace = {"id": "a/0", "prompt_len": 4, "n_out": 3, "accept": {"ngram": [0, 2, 1]}}
+    files.write_text(tmp_path / "traces", json.dumps(trace))
     for script, line, part in (
             (decode_script, f"--model {toy} --prompt x --max-new-tokens 5", "text"),
-            (bounds, f"--traces {ROOT}/results/traces.jsonl --batches 1", "cells")):
+            (bounds, f"--traces {tmp_path}/traces --cost {tmp_path}/costs --batches 1", "cells")):
         assert outcome(script, f"{line} --json {tmp_path}/{part}.json", out=Full()).returncode == 2
         assert json.loads((tmp_path / f"{part}.json").read_text())[part]
     # The studies of bench.py.
@@ -514,20 +520,18 @@ def test_defaults_are_found_from_any_working_directory(tmp_path):
         sys.path.insert(0, root)
         os.wait() if os.fork() else os.chdir(root)
         import decode, train_cdlm, train_gpt, train_specdiff, minispec
-        from minispec import bounds, cdlm
         from minispec.data import prompts
         from minispec.tools import methods
         settings = methods.settings()
         trains = [script.parse_args().target for script in (train_cdlm, train_specdiff)]
         names = ("draft", *methods.TRAINED, *methods.DIFFUSION)
         folders = [methods.folder_of(name, settings) for name in names]
-        cost = bounds.parse_args(["--traces", "t"]).cost
-        print(*trains, settings.model, *folders, methods.costs_of(settings), cost, prompts.STORY)'''
+        print(*trains, settings.model, *folders, methods.costs_of(settings), prompts.STORY)'''
 
     p = python("-c", code, ROOT, "--out", "x", cwd=tmp_path)
     assert p.returncode == 0, p.stderr
     near, far = map(str.split, p.stdout.splitlines())
-    assert len(far) == 12
+    assert len(far) == 11
     assert all(os.path.exists(path) and os.path.isabs(path) for path in far)
     assert [os.path.join(ROOT, path) for path in near] == far
     assert near[0] == "checkpoints/target"
@@ -597,7 +601,8 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(after, talk, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(terminal, "stream", interrupted)
-    assert talk(["one", "two"], "--max-new-tokens", "50").count(f"[{after} tokens, ") == 2
+    # It may also come a moment after an answer's end.
+    assert talk(["one", KeyboardInterrupt, "two"], "--max-new-tokens", "50").count(f"[{after} tokens, ") == 2
 
 
 def test_a_conversation_that_is_too_long_begins_again(talk, monkeypatch):

@@ -118,7 +118,8 @@ def test_serving_continues_prompts_that_were_read_once(texts, temperature, monke
     if temperature:
         monkeypatch.setattr(specgen, "suitable", lambda *args: names[1:])
         monkeypatch.setattr(specgen.results, "each_kept", lambda *args, **more: [rows])
-        found = specgen.serving(texts, MODEL, types.SimpleNamespace(is_puzzle_model=True))
+        puzzles = types.SimpleNamespace(is_puzzle_model=True)
+        found = specgen.serving(texts, toy_model(block_size=2048), puzzles)
         assert whole(found["table"]) and found["short"].count("\n") == 1 + 3
 
 
@@ -475,8 +476,12 @@ def test_studies_that_a_model_has_nothing_for_say_so(shipped, monkeypatch):
         diffusion.cdlm_curves(args, model, tokenizer)
     with pytest.raises(results.LeftOut, match="no puzzle model"):
         diffusion.held_out(types.SimpleNamespace(is_puzzle_model=False), 1)
-    with pytest.raises(results.LeftOut, match="serving needs a context of"):
-        specgen.serving(args, toy_model(), tokenizer)
+    for quick in (False, True):
+        args.quick = quick
+        with pytest.raises(results.LeftOut, match="serving needs a context of"):
+            specgen.serving(args, toy_model(), tokenizer)
+    with pytest.raises(results.LeftOut, match="chains needs a SpecDiff drafter"):
+        drafters.chains(args, model, tokenizer)
 
 
 def test_loops_are_compared_on_the_same_prompts():

@@ -467,6 +467,8 @@ def test_a_target_that_knows_no_masks_is_trained_end_to_end(other, tmp_path, cap
     assert 1 <= json.loads((tmp_path / "o").read_text())["counts"]["forwards"] <= 8
     train(target, tmp_path, options, gen_length=32)
     assert capsys.readouterr().out.count("is complete") == 2
+    with refused("student/settings.json: the folder was begun with weights"):
+        train(target, tmp_path, f"{options} --weights 1 0 0", gen_length=32)
     # The config of a teacher may name another end of text than the one that fills up the answers.
     file = tmp_path / "teacher" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": 5}))
@@ -540,8 +542,8 @@ def test_answers_become_examples(tmp_path, monkeypatch):
 
 def test_a_target_that_can_get_no_mask_token_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(train_cdlm.Tokenizer, "load", lambda path: SimpleNamespace(special={}, ends=[]))
-    with refused("target must be a Hugging Face folder, got model.gguf"):
-        train_cdlm.with_mask("model.gguf", tmp_path)
+    line = refusal(train_cdlm, f"--target smollm2 --out {tmp_path}")  # before its answers are asked for
+    assert line == "target must be a Hugging Face folder, got smollm2"
     with refused("names no end of text"):
         train_cdlm.with_mask(str(tmp_path), tmp_path / "target")
 
@@ -569,6 +571,12 @@ def test_a_tokenizer_without_added_tokens_gets_a_mask(other, tmp_path):
     train_cdlm.with_mask(str(tmp_path / "target"), str(tmp_path / "masked"))
     (token,) = json.loads((tmp_path / "masked" / "tokenizer.json").read_text())["added_tokens"]
     assert token["id"] == min(x["id"] for x in old) and set(token) <= set(old[0])
+    # A token without weights keeps its number.
+    data["added_tokens"] = [*old, {**old[0], "id": 2048, "content": "more"}]
+    file.write_text(json.dumps(data))
+    train_cdlm.with_mask(str(tmp_path / "target"), str(tmp_path / "more"))
+    assert Tokenizer.load(tmp_path / "more").mask_id == 2049
+    assert checkpoints.load(tmp_path / "more").head.weight.shape[0] == 2050
 
 
 def test_a_bug_while_recording_is_no_error_of_a_file(trained, toy, tmp_path):

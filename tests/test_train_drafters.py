@@ -196,6 +196,8 @@ def test_a_drafter_starts_from_another(folder):
     train(folder, "longer", f"--init {folder}/short --gamma 6 {still}", kind="specdiff")
     assert same(weights(folder / "short"), weights(folder / "longer"))
     assert [loaded(folder, out, "specdiff").config.gamma for out in ("short", "longer")] == [4, 6]
+    args = argparse.Namespace(init=f"{folder}/longer", gamma=None, markov=0, blind=False, last_layer=False)
+    assert train_specdiff.drafter_of(args, checkpoints.load(folder / "target")).config.gamma == 6
     train(folder, "chained", f"--init {folder}/short --markov 2 {still}", kind="specdiff")
     assert loaded(folder, "chained", "specdiff").config.rank == 2
     # A window drafter from an EAGLE head.
@@ -219,6 +221,16 @@ def test_a_drafter_starts_from_another(folder):
             train(folder, "refused", f"--init {folder}/{init}", kind=kind)
 
 
+@both
+def test_a_trained_drafter_goes_on_at_a_third_of_the_learning_rate(kind, monkeypatch):
+    """At the whole one it forgets in a hundred steps what it had learned."""
+    rates = []
+    for more in ("", "--init x", "--init x --lr 1e-3"):
+        monkeypatch.setattr("sys.argv", words(f"train.py --out x {more}"))
+        rates.append(KINDS[kind][0].parse_args().lr)
+    assert rates == [2e-3, 2e-3 / 3, 1e-3]
+
+
 def test_a_training_by_the_clock_ends_with_a_checkpoint(folder):
     """Half of the minutes for answers, of which one shard is always made, half for steps."""
     log = train(folder, "clock", f"--minutes 0.0001 --responses {folder}/clocked")
@@ -229,19 +241,17 @@ def test_a_training_by_the_clock_ends_with_a_checkpoint(folder):
 
 def test_a_training_by_the_clock_goes_on(folder):
     """It asks for no more answers."""
-    killed(folder, "later", "--minutes 60")
-    assert len(train(folder, "later", "--minutes 60")) > 1
+    command = "--minutes 60 --tokens 4000 --save-every 1"
+    killed(folder, "later", command)
+    assert len(train(folder, "later", command)) > 1
 
 
 def test_answers_are_recorded_by_a_process_of_their_own(folder, capfd):
-    """Whose failure is the training's."""
-    rows = [{"prompt": f"one {i}"} for i in range(30)]
+    write_rows(folder / "p.jsonl", [{"prompt": f"one {i}"} for i in range(30)])
     command = (f"--target {folder}/target --responses {folder}/apart --prompt-file {folder}/p.jsonl "
                f"--prompts 6 --heldout 2 --max-new-tokens 8 --tokens 300 --device cpu --out {folder}/apart")
-    for more, code in ([{"answer": "no prompt"}], 2), ([], 0):
-        write_rows(folder / "p.jsonl", rows + more)
-        assert outcome(train_prism, f"{command}-{code}").returncode == code
-        assert ("rollouts.py: " in capfd.readouterr().err) == bool(more)
+    assert outcome(train_prism, command).returncode == 0
+    assert "rollouts.py: " not in capfd.readouterr().err
     assert (folder / "apart" / "train-0-6.safetensors").exists()
 
 
@@ -522,7 +532,7 @@ prism | --arm ttt9 | invalid choice
 prism | --unroll 0 | unroll 0 is out of range; allowed is 1 or more
 prism | --unroll 33 | unroll 33 is out of range; allowed is 1 to 32 draft steps
 prism | --prompt-file none.jsonl | cannot read none.jsonl: No such file
-prism | --minutes -1 | minutes -1 is out of range
+prism | --minutes -1 | minutes -1.0 is out of range
 prism | --minutes 0 | minutes must be above 0, got 0
 prism | --target nowhere | cannot read nowhere/config.json
 specdiff | --target nowhere | cannot read nowhere/config.json
@@ -533,7 +543,7 @@ specdiff | --init nowhere | cannot read nowhere/config.json
 specdiff | --objective best | invalid choice
 specdiff | --gamma 1 | gamma 1 is out of range; allowed is 2 to 32
 specdiff | --windows 0 | windows 0 is out of range; allowed is 1 or more
-specdiff | --temperature -1 | temperature -1 is out of range
+specdiff | --temperature -1 | temperature -1.0 is out of range
 """
 
 
@@ -585,7 +595,12 @@ def test_a_model_without_a_drafter_says_how_to_train_one(method, command, folder
 
 
 def test_a_killed_process_of_answers_is_named(folder, tmp_path, monkeypatch):
-    killed = lambda command, **kw: subprocess.CompletedProcess(command, -9, "")
-    monkeypatch.setattr(recorded.subprocess, "run", killed)
-    line = refusal(train_prism, f"--target {folder}/target --out {tmp_path}/x")
+    ended = lambda code: monkeypatch.setattr(
+        recorded.subprocess, "run", lambda command, **kw: subprocess.CompletedProcess(command, code, ""))
+    command = f"--target {folder}/target --out {tmp_path}/x"
+    ended(2)                                             # after a line of its own
+    p = outcome(train_prism, command)
+    assert (p.returncode, p.stderr) == (2, "")
+    ended(-9)
+    line = refusal(train_prism, command)
     assert line.startswith("the process that writes the answers was killed by signal 9, ")

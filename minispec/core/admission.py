@@ -27,7 +27,7 @@ class Admission:
     """Moves requests between engine.waiting, engine.active (oldest first) and `paused` (on the host,
     youngest first)."""
 
-    def __init__(self, engine, policy="reserve"):
+    def __init__(self, engine, policy):
         self.engine = engine
         self.policy = policy
         self.paused = []

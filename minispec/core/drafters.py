@@ -37,7 +37,7 @@ class Drafter:
     feature_layers = ()     # F layers of the target whose states it reads besides
     select = None           # of trees under the rule `selection`: see specdiff.best_path
     drafters = {}           # name -> the drafters that this one chooses among
-    promises = {}           # request -> {drafter: the gain that was expected of it}
+    promises = {}           # request -> {drafter: [drafts, tokens, tokens/s] that were expected}
 
     def propose(self, requests, limits):
         """A proposal for every request, (tokens, q): a chain of at most limits[i] drafts, and a function
@@ -84,11 +84,13 @@ class ChainDrafter(Drafter):
     committed since the last round. Every further step reads the token that the step before it drew, on the
     device.
 
-    config: the shape of the cache; room: slots that a request may need besides those of its tokens.
+    config: the shape of the cache; model: the target, or a model of its own, with its dtype and device;
+    room: slots that a request may need besides those of its tokens.
 
     A subclass has `draft_head` (DraftHead); first_rows(request, limit) -> [Segment], the first of which ends
     with the last committed token, or [] if it cannot draft yet; and step(number, tokens, states, positions,
-    attend), one forward of N rows with the states (N, C) of the step before, or the features: states (N, C).
+    attend) -> states (N, C), one forward of N rows that reads `states`: those of the step before, in step 1
+    the features.
     width: rows of a request in every step but the first. (SpecDiff has a `round` of one forward, without
     steps; its width is its number of chains.)
 
@@ -100,12 +102,12 @@ class ChainDrafter(Drafter):
     graphs = None               # on a GPU: kernels.rounds.Rounds of its only engine, which replays `round`
     segments = 1                # of a request in one round
 
-    def __init__(self, config, target, room):
+    def __init__(self, config, model, room):
         self.config = config
-        self.target = target
+        self.model = model
         self.room = room
         self.draft_states = {}                           # request -> DraftState
-        self.cache = KVCache(config, 0, target.dtype, target.device)     # of all requests; it grows
+        self.cache = KVCache(config, 0, model.dtype, model.device)       # of all requests; it grows
 
     def state_of(self, request):
         """The DraftState of a request."""
@@ -133,7 +135,7 @@ class ChainDrafter(Drafter):
         """The tensors that `round` returns for a list of Segments."""
         # Graphs read one cache; see kernels.rounds.
         if self.graphs is None or any(s.keys.cache is not self.cache for s in segments):
-            return self.round(pack(segments, self.target.device, per_request, options))
+            return self.round(pack(segments, self.model.device, per_request, options))
         return self.graphs(segments, per_request, options)
 
     def propose(self, requests, limits):
@@ -293,7 +295,7 @@ class SmallLM(ChainDrafter):
 
     def step(self, number, tokens, states, positions, attend):
         """One step; see ChainDrafter. A token that the small model lacks is read as its last one."""
-        return self.target(tokens.clamp(max=self.config.vocab_size - 1), positions, attend)
+        return self.model(tokens.clamp(max=self.config.vocab_size - 1), positions, attend)
 
     def first_rows(self, request, limit):
         """Rows for the tokens committed since the last round, at least for the last token, whose logits are

@@ -2,7 +2,7 @@
 
     schedule  which rows does each request feed, and which keys may they see?      -> [Segment]
     forward   one packed pass of the target over all rows of all requests          -> logits
-    commit    verify the drafts, append tokens, roll back                          -> [(request, tokens)]
+    commit    verify the drafts, append tokens                                     -> [(request, tokens)]
 
 To follow a request, read `Engine.stream`, then in this order:
 
@@ -14,7 +14,7 @@ To follow a request, read `Engine.stream`, then in this order:
        token.
     6. `retire` frees its blocks when it is finished.
 
-The engine does steps 1, 2, 4, 5 and 6. The scheduler is the method, see scheduler.py.
+The engine does steps 1, 2, 4, 5 and 6. Methods differ in step 3, see scheduler.py.
 
 Invariant between iterations, for a request whose prompt has been read: all committed tokens but the last have
 keys and values in the cache. The last one is the first row of the next forward, so no pass is spent on
@@ -195,7 +195,7 @@ class Engine:
 
     @torch.inference_mode()
     def forward(self, segments):
-        """One packed pass of the target. Returns the logits (n, V) of all rows that want them."""
+        """One packed pass of the target. Returns the logits (n, V) of the segments' last n_logits rows."""
         if not segments:
             return torch.empty(0)
         started = self.clock()
@@ -220,7 +220,7 @@ class Engine:
         return logits
 
     def commit(self):
-        """Verify, commit, roll back. Returns [(request, newly committed tokens)]."""
+        """Verify and commit. Returns [(request, newly committed tokens)]."""
         segments, self.pending = self.pending, []
         if not segments:
             return []
@@ -297,7 +297,7 @@ class Engine:
                                      spare=int(self.fused))
         if self.cache.n_slots < slots:
             self.cache.enlarge(slots)                    # with the keys and values of earlier texts
-            self.graphs = None                           # they know the old addresses
+            self.graphs = None                           # they hold the old addresses
         # A graph's tables have room for the longest request.
         if self.fused and (self.graphs is None or self.graphs.longest < longest):
             from kernels.rounds import accelerate

@@ -11,8 +11,8 @@ tools/checkpoints.py reads and writes.
 that writes k and v into a cache and reads the keys that each row may see (attention.py). A method of this
 repository is a new `attend`, a new drafter, or both; the body below never changes.
 
-Shapes, the same letters everywhere: `...` is (B, T) in training and (N,), packed rows of several requests,
-in decoding; C = d_model, H = query heads, G = key/value heads, D = head_dim, V = vocabulary.
+Shapes: `...` is (B, T) in training and (N,), packed rows of several requests, in decoding; C = d_model,
+H = query heads, G = key/value heads, D = head_dim, V = vocabulary.
 """
 import math
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, weight, self.eps)
 
 
-BEYOND = 64                 # positions after the end of the context; a round has fewer drafts (MAX_K)
+BEYOND = 64                 # positions after the end of the context; a chain has fewer drafts (MAX_K)
 
 
 def llama3_scaling(inv_freq, factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0,
@@ -143,7 +143,7 @@ class GPTConfig:
     d_model: int = 256          # C
     head_dim: int = 64          # D
     d_ff: int = 768             # inner width of the SwiGLU feed-forward layer
-    block_size: int = 10240     # longest context, in tokens
+    block_size: int = 10240     # longest context in tokens (nanoGPT's name)
     rope_theta: float = 500_000.0  # large: content look-ups over 8k tokens need many slow dimensions
     rope_scaling: dict = None   # arguments of llama3_scaling: Llama-3.1 and later
     norm_eps: float = 1e-5

@@ -1,5 +1,5 @@
-"""What a request feeds next: the interface between the engine and a method, and the scheduler of most
-methods.
+"""The rows that a request feeds next: the interface between the engine and a method, and the scheduler of
+most methods.
 
 `SyncScheduler` lets a drafter (prompt lookup, a small model, ...) propose, and verifies every request in
 every iteration; without a drafter it is plain autoregressive decoding. SpecGen (specgen.py) is the other

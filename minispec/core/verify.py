@@ -17,7 +17,8 @@ The walk commits exactly the tokens of plain decoding, whatever the drafts are: 
 temperature 0 the choice is the argmax. Above, it is the largest of p / e, with noise e that depends only on
 seed, position and token (noise.py). So a seed has one text, for every method, batch and drafter.
 
-Sampling.rule determines, above temperature 0, how drafts are drawn and which rule verifies them:
+Sampling.rule determines how drafts are drawn and which rule verifies them. At temperature 0 all rules accept
+alike, and only SpecDiff-2's chains are drawn by chance:
 
     coupled     drafts are the largest of q / e, with the target's own noise; the walk
     point-mass  drafts are the most likely tokens of q (several chains of SpecDiff-2 are drawn); the walk

@@ -30,6 +30,7 @@ LOGITS = 4096               # rows whose logits are computed at a time
 DRAFT_VOCAB = 4000          # default; a target with fewer tokens needs no draft vocabulary
 GROUP = 256                 # rows sorted by length at a time
 ROUND = 16                  # padded lengths are a multiple of this, so that few shapes occur
+LR = 2e-3                   # at the peak, from scratch; a third of it for a trained drafter
 # The settings of `add_answers`, which a training hands on.
 OF_ANSWERS = ("target", "prompt_file", "prompts", "given", "heldout", "temperature", "max_new_tokens",
               "device")
@@ -56,9 +57,9 @@ def add_answers(parser):
     add("--max-new-tokens", type=int, default=1024, help="tokens of an answer at most (default %(default)s)")
 
 
-def add_arguments(parser, lr=2e-3):
+def add_arguments(parser):
     """The settings of a drafter's training."""
-    training.add_arguments(parser, lr, save_every=200)
+    training.add_arguments(parser, lr=None, save_every=200)
     add_answers(parser)
     add = parser.add_argument
     add("--minutes", type=float, help="minutes in all: half for the answers, half for the training")
@@ -78,8 +79,11 @@ def parsed(parser):
     args = training.parsed(parser)
     # Mistakes show here, before the work.
     Sampling(args.temperature or 0)
-    if args.minutes == 0 and "responses" in args:        # rollouts.py gets 0: no more answers
-        raise ValueError("minutes must be above 0, got 0")
+    if "responses" in args:                              # not for rollouts.py
+        if args.minutes == 0:
+            raise ValueError("minutes must be above 0, got 0")
+        if args.lr is None:
+            args.lr = LR / 3 if args.init else LR
     for file in filter(None, [*args.prompt_file, args.given]):
         if file != OWN:
             read_rows(file)
@@ -212,7 +216,7 @@ def schedule(seed, lengths, batch_tokens, tokens):
 
 
 def _epoch(rng, lengths, batch_tokens):
-    """Every row once, in batches of at most `batch_tokens` padded tokens, shuffled."""
+    """Every row once, in batches of about `batch_tokens` padded tokens, shuffled; a longer text is alone."""
     order = rng.sample(range(len(lengths)), len(lengths))
     batches = []
     for i in range(0, len(order), GROUP):
@@ -239,8 +243,8 @@ def begin(args, drafter_of):
 
 
 class DrafterRun(training.Run):
-    """The training of a drafter on texts with more than `least` tokens of an answer; some are held out. A new
-    drafter gets its draft vocabulary."""
+    """The training of a drafter on texts with more than `least` tokens of an answer; some are held out. The
+    drafter gets the draft vocabulary of these answers."""
 
     def __init__(self, args, model, least=0):
         args.responses = args.responses or f"{args.out}/responses"

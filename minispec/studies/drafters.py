@@ -45,7 +45,9 @@ def arms(args, model, tokenizer):
 
 def chains(args, model, tokenizer):
     """SpecDiff with K chains of gamma drafts, of which the target's probabilities select one. Several chains
-    are drawn at temperature T_q."""
+    are drawn at temperature T_q; in an answer's last gamma K tokens fewer chains fit."""
+    if "specdiff" not in methods.ready(args):
+        raise LeftOut("chains needs a SpecDiff drafter")
     options = {f"K = {k}": f"--k-drafts {k}" for k in (1, 2, 4, 8)}
     for k in (2, 4, 8):
         options[f"K = {k}, T_q = 0.7"] = f"--k-drafts {k} --draft-temperature 0.7"

@@ -414,7 +414,12 @@ def bounds(args, model, tokenizer):
     some = traces.read_traces(results.path("traces.jsonl"))
     prices, file = read_costs(args.cost), results.path("run.json")
     with naming(file):
-        found = ladder_of.analyse(some, prices, read_json(file)["result"]["rows"])
+        measured, about = read_json(file), prices.get("about", {})
+        for name in ("device", "dtype"):
+            if measured[name] != about.get(name):
+                raise ValueError(f"{name} must be {about.get(name)} as in {args.cost}, got {measured[name]}; "
+                                 "measure run again")
+        found = ladder_of.analyse(some, prices, measured["result"]["rows"])
     whole = ladder_of.table(found)
     rows = [ladder_of.row_of(c, "all") for c in found["cells"] if c["workload"] in LADDERS]
     notes = whole.partition("\n\n")[2]

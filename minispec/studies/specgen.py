@@ -131,7 +131,8 @@ def serving(args, model, tokenizer):
     verification."""
     longest = 7000 if tokenizer.is_puzzle_model or args.data else 4000                    # of the texts
     longest = min(longest, model.config.block_size - NEW)
-    cells = [(1000, 2, 0, TEMPERATURE)] if args.quick else [cell for cell in CELLS if cell[0] <= longest]
+    cells = [(1000, 2, 0, TEMPERATURE)] if args.quick else CELLS
+    cells = [cell for cell in cells if cell[0] <= longest]
     if not cells:
         raise results.LeftOut(f"serving needs a context of {1000 + NEW} tokens")
     fitting = suitable(args, model, (WINDOW, PILLAR))

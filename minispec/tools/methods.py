@@ -87,8 +87,6 @@ def self_speculation(model, settings):
 
 def adaptive(model, settings):
     """the drafter with most expected tokens/s, chosen every round"""
-    if settings.drafter:
-        raise ValueError("adaptive takes all drafters of the model; --drafter names one of a single method")
     file = costs_of(settings)
     if not os.path.exists(file):
         raise ValueError(f"there is no cost table {file}; this measures one: python bench.py profile "
@@ -286,6 +284,7 @@ def add_arguments(parser):
 OF_METHODS = {
     "k": tuple(name for name in METHODS if name != "ar"),
     **dict.fromkeys(("admission", "cache_tokens"), tuple(METHODS)),
+    "drafter": ("draft", *TRAINED, *DIFFUSION),
     "prompt_lookup": ("draft", *TRAINED),
     "tree": ("prism", "eagle"),
     "cost": ("adaptive",),

@@ -109,6 +109,8 @@ def chat(engine, tokenizer, sampling, limit):
         except EOFError:
             print()
             return
+        except KeyboardInterrupt:                        # a moment after the end of an answer
+            continue
         if "\ufffd" in line:
             print(f"(this line was dropped: it is not valid {sys.stdin.encoding})")
             continue

@@ -68,7 +68,7 @@ def parsed(parser):
         least = 0 if name in MAY_BE_ZERO else 1
         if type(value) in (int, float) and not least <= value <= MOST:
             option = name.replace("_", "-")
-            raise ValueError(f"{option} {value:g} is out of range; "
+            raise ValueError(f"{option} {value} is out of range; "
                              f"allowed is {least} or more, up to {MOST:.0e}")
     check_device(args.device)
     return args
