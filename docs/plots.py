@@ -36,6 +36,11 @@ STYLE = {
 WINDOW = 10                      # positions of an output that are averaged
 
 
+def plain(name):
+    """A name from a file as text: nothing in it is mathematics."""
+    return visible(name).replace("$", r"\$")
+
+
 def lines(axes, rows, x, y):
     """Rows (name of a line, x, y), a line for each name. x, y: the labels of the axes."""
     points = defaultdict(list)
@@ -77,6 +82,7 @@ def speedup_by_batch(axes, r):
         }
         rows += [(name, c["batch"], x) for name, x in rungs.items() if x]
     lines(axes, rows, "batch", "speed-up")
+    axes.set_title(plain(r["cells"][-1]["workload"]))
 
 
 def winners(axes, traces):
@@ -102,8 +108,8 @@ def along(axes, traces, values, label):
         some = [np.array([x[start:start + WINDOW].mean() for x in own if len(x) >= start + WINDOW])
                 for start in starts]
         mean = np.array([x.mean() for x in some])
-        error = np.array([2 * x.std() / len(x) ** 0.5 for x in some])
-        axes.plot(starts, mean, label=visible(name).replace("$", r"\$"))          # no mathematics
+        error = np.array([2 * x.std(ddof=1) / len(x) ** 0.5 if len(x) > 1 else np.nan for x in some])
+        axes.plot(starts, mean, label=plain(name))
         axes.fill_between(starts, mean - error, mean + error, alpha=0.2)
     axes.set(xlabel="position in the output", ylabel=label)
 
