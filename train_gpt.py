@@ -67,9 +67,9 @@ def schedule(seed, tokens, longest):
     while used < tokens:
         shares = next(shares for until, shares in CURRICULUM if used / tokens <= until)
         # Steps of long sequences hold more tokens; dividing keeps `shares` shares of tokens.
-        weights = [share / (rows_of(length) * length) for length, share in shares.items()]
-        drawn, = rng.choices(list(shares), weights)
-        length = min(drawn, longest)
+        lengths = [min(length, longest) for length in shares]
+        weights = [share / (rows_of(n) * n) for n, share in zip(lengths, shares.values())]
+        length, = rng.choices(lengths, weights)
         used += rows_of(length) * length
         plan.append((length, used))
     return plan

@@ -33,8 +33,8 @@ RUNS = {
     "PRISM": "--method prism --task story --size 6 --tree 10",
     "SpecDiff-2": "--method specdiff --task story --size 6 --k-drafts 3 --temperature 1",
     "SpecGen": "--method specgen --model smollm2 --prompts chapters.jsonl --batch 3 --max-new-tokens 64",
-    "CDLM": "--method cdlm --task trace --threshold 0.9",
-    "Performance or Illusion?": "--method adaptive --task revise --size 8",
+    "CDLM": "--method cdlm --task story --size 4",
+    "Performance or Illusion?": "--method adaptive --task revise --size 8 --seed 1",
 }
 QUESTION = "\n\nTell me in your own words what happens in this part of the story."
 PICTURE = "3/2/9"                # run, request and round of README's picture

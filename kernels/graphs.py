@@ -266,7 +266,7 @@ class Graphs:
             self.graphs[rows, options] = capture(function, self.pool)
             self.engine.warm_up += time.perf_counter() - started
         elif not (self.graphs or self.compiled):
-            function()
+            function()[0][:1].cpu()                      # waits, or the next forward is charged with it
             self.compiled = True
             self.engine.warm_up += time.perf_counter() - started
         # Replay, or run it.

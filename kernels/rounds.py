@@ -92,9 +92,10 @@ def accelerate(engine, longest):
     def forward(x):
         return [engine.model(x.tokens, x.positions, x.attend, drafter.feature_layers)]
 
-    widest = engine.scheduler.budget(longest)
-    engine.graphs = Graphs(engine, forward, engine.cache, engine.batch_size, longest, widest)
     for some in [drafter, *drafter.drafters.values()]:
         # Its tree has at most `room` rows. (A chain's room is at most MAX_K, which always fits.)
         if isinstance(some, ChainDrafter) and can_run(some.model, some.room):
             some.graphs = Rounds(engine, some, longest)
+    # Last: without them all of this is made again, if it was interrupted.
+    widest = engine.scheduler.budget(longest)
+    engine.graphs = Graphs(engine, forward, engine.cache, engine.batch_size, longest, widest)

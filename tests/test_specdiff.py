@@ -301,6 +301,14 @@ def test_rejection_at_the_edges():
     # No residual is left: the target's own row is the right draw.
     coins = torch.tensor([1.0, 0.7])
     assert rejection([([1], half[None])], [0], half.expand(2, -1), coins) == ([], 1)
+    # The second chain is compared with what the first one left, as a distribution: coins 0.28 and 0.36
+    # against 0.2 / 0.6. A row of another chain is no draft of this one.
+    p, q = torch.tensor([0.6, 0.4, 0, 0]), torch.tensor([[0.4, 0, 0.6, 0]])
+    for coin, path in ((0.7, [2]), (0.9, [])):
+        coins = torch.tensor([0.5, coin, 0.1])
+        assert rejection([([1], q), ([2], q)], [2, 0], p.expand(3, -1), coins)[0] == path
+    chains, own = [([1, 2], None), ([3, 4], None)], torch.eye(V)[[0, 3, 1, 1, 1]]
+    assert rejection(chains, [0, 1, 2, 3], own, torch.full((5,), 0.5)) == ([1], 3)
     # A chain that ends earlier has no draft after its end.
     certain = torch.eye(V)[[0, 1, 2]]
     assert rejection([([1], None), ([1, 2], None)], [0, 1], certain, torch.full((3,), 0.5)) == ([1, 2], 2)

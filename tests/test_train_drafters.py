@@ -239,19 +239,22 @@ def test_a_training_by_the_clock_ends_with_a_checkpoint(folder):
     assert [*(folder / "clocked").glob("train*")]
 
 
-def test_a_training_by_the_clock_goes_on(folder):
-    """It asks for no more answers."""
-    command = "--minutes 60 --tokens 4000 --save-every 1"
-    killed(folder, "later", command)
+def test_a_training_by_the_clock_goes_on(folder, monkeypatch):
+    """It asks for no more answers, also if it has no checkpoint yet."""
+    command, minutes = "--minutes 60 --tokens 4000 --save-every 1", []
+    noted = lambda command, **kw: minutes.append(command[-1]) or record_here(command, **kw)
+    monkeypatch.setattr("conftest.record_here", noted)
+    with dies_after(0, drafter_files, "save_drafter"), pytest.raises(KeyboardInterrupt):
+        train(folder, "later", command)
     assert len(train(folder, "later", command)) > 1
+    assert minutes == ["30.0", "0"]
 
 
-def test_answers_are_recorded_by_a_process_of_their_own(folder, capfd):
+def test_answers_are_recorded_by_a_process_of_their_own(folder):
     write_rows(folder / "p.jsonl", [{"prompt": f"one {i}"} for i in range(30)])
     command = (f"--target {folder}/target --responses {folder}/apart --prompt-file {folder}/p.jsonl "
                f"--prompts 6 --heldout 2 --max-new-tokens 8 --tokens 300 --device cpu --out {folder}/apart")
     assert outcome(train_prism, command).returncode == 0
-    assert "rollouts.py: " not in capfd.readouterr().err
     assert (folder / "apart" / "train-0-6.safetensors").exists()
 
 
@@ -335,7 +338,7 @@ def test_a_prompt_longer_than_the_context_is_left_out(folder, tmp_path, capfd):
     rows = [{"prompt": f"{i} " + "word " * (900 if i % 3 == 0 else 3)} for i in range(60)]
     record(folder, tmp_path / "r", write_rows(tmp_path / "p.jsonl", rows), 12)
     said = capfd.readouterr().err
-    assert "train prompts are longer than the context of 512 tokens and left out" in said
+    assert "train prompts of 512 tokens or more are left out" in said
     texts = recorded.texts_of(tmp_path / "r" / "train-0-12.safetensors")
     assert len(texts) == 12 and max(len(text["ids"]) for text in texts) < 100
 
@@ -595,12 +598,15 @@ def test_a_model_without_a_drafter_says_how_to_train_one(method, command, folder
 
 
 def test_a_killed_process_of_answers_is_named(folder, tmp_path, monkeypatch):
-    ended = lambda code: monkeypatch.setattr(
-        recorded.subprocess, "run", lambda command, **kw: subprocess.CompletedProcess(command, code, ""))
+    codes = iter((2, -9))
+
+    def run(command, **kw):
+        assert "stderr" not in kw and "capture_output" not in kw  # its own line shows
+        return subprocess.CompletedProcess(command, next(codes), "")
+
+    monkeypatch.setattr(recorded.subprocess, "run", run)
     command = f"--target {folder}/target --out {tmp_path}/x"
-    ended(2)                                             # after a line of its own
     p = outcome(train_prism, command)
     assert (p.returncode, p.stderr) == (2, "")
-    ended(-9)
     line = refusal(train_prism, command)
     assert line.startswith("the process that writes the answers was killed by signal 9, ")

@@ -27,6 +27,7 @@ V = 6
         (Sampling(1.0, top_p=0.75), [2, 1, 0, 0]),  # 0.5 + 0.25 reaches 0.75
         (Sampling(1.0, top_p=0.76), [50, 25, 15, 0]),
         (Sampling(1.0, top_p=0.01), [1, 0, 0, 0]),  # at least one token stays
+        (Sampling(1.0, top_p=1e-50), [1, 0, 0, 0]),
         (Sampling(0.0), [50, 25, 15, 10]),
     ],
     ids=str,

@@ -94,7 +94,7 @@ class Engine:
         """
         if self.active or self.waiting or self.admission.paused:
             raise ValueError("another stream of this engine is open; finish or close it first")
-        delayed, spoiled = self.scheduler.delayed, False
+        delayed, spoiled, forwarding = self.scheduler.delayed, False, False
         try:
             self._prepare(requests)
             while True:
@@ -119,20 +119,21 @@ class Engine:
                 if delayed:
                     # What the other stream reads must outlive its work.
                     held = [(s, s.request.state) for s in self.pending]
+                    forwarding = True
                     with beside(self.side):
                         future = self.thread.submit(self.forward, segments)
                         committed += self.commit()
                     if self.side:
                         self.side.synchronize()
                     del held
-                    logits = future.result()
+                    logits, forwarding = future.result(), False
                 else:
                     logits = self.forward(segments)
                 self._prefilled([s for s in segments if s.kind == "prefill"])
                 # Drafting segments come first, a row each.
                 drafting = [s for s in segments if s.kind == "draft"]
                 n = len(drafting)
-                self.scheduler.take_drafts(drafting, logits[:n])
+                self.scheduler.take_drafts(drafting, logits[:n].clone())       # a view would keep all rows
                 self.pending = [s for s in segments if s.n_logits and s.kind != "draft"]
                 self.pending_logits = logits[n:]
 
@@ -145,7 +146,7 @@ class Engine:
             spoiled = bool(self.active)                  # by keys that are no numbers: no mask hides them
             raise
         finally:
-            if self.thread:
+            if forwarding:
                 self.thread.submit(int).result()         # wait for an interrupted forward, which uses blocks
             self.retire(everything=True)
             self.pending = []
@@ -296,8 +297,8 @@ class Engine:
             self.cache = PrefixCache(self.model.config, slots, self.model.dtype, self.model.device,
                                      spare=int(self.fused))
         if self.cache.n_slots < slots:
-            self.cache.enlarge(slots)                    # with the keys and values of earlier texts
             self.graphs = None                           # they hold the old addresses
+            self.cache.enlarge(slots)                    # with the keys and values of earlier texts
         # A graph's tables have room for the longest request.
         if self.fused and (self.graphs is None or self.graphs.longest < longest):
             from kernels.rounds import accelerate

@@ -124,7 +124,7 @@ def check_k(k, width=1):
 
 
 def check_requests(requests, config):
-    """ValueError for a request that a model of this config can never answer, or that is being answered."""
+    """ValueError for a request that a model of this config can never answer, or that has keys in a cache."""
     if len(set(requests)) < len(requests) or any(r.blocks for r in requests if not r.finished):
         raise ValueError("a request can be in one open stream only, and there once")
     for r in requests:

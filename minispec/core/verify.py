@@ -237,7 +237,7 @@ def warp(logits, sampling):
     if sampling.top_p < 1:
         sorted_, order = probs.sort(dim=-1, descending=True, stable=True)
         before = sorted_.cumsum(-1) - sorted_                        # mass of the more likely tokens
-        kept = sorted_.masked_fill(before >= sampling.top_p, 0.0)
+        kept = sorted_.masked_fill(before >= max(sampling.top_p, 1e-30), 0.0)
         probs = torch.zeros_like(probs).scatter_(-1, order, kept)
         probs = probs / probs.sum(-1, keepdim=True)
     return probs

@@ -118,6 +118,7 @@ def problem_of(row):
     elif "problem" in row:
         family = "math"
         answer = row["answer"] if "answer" in row else boxed(row.get("solution", "")) or ""
+        think = f"{row['solution']}\n" if row.get("solution") else ""
         if "\\boxed" not in prompt:
             prompt += "\n" + BOXED
     elif about := row.get("input") or row.get("context"):
@@ -136,7 +137,7 @@ def problem_of(row):
             family = "gsm8k"
     # id, task_id, question_id or unique_id.
     facts = {"check": check, "id": next((row[name] for name in row if name.endswith("id")), "")}
-    return Problem(family, prompt + "\n", think, answer, facts)
+    return Problem(family, prompt.rstrip("\n") + "\n", think, answer, facts)
 
 
 # -- checking ------------------------------------------------------------------------------------------------

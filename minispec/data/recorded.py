@@ -186,16 +186,18 @@ def record(args):
             command += ["--" + name.replace("_", "-"), *map(str, values)]
     if args.minutes:
         # Once the training has begun, no more answers are made.
-        begun = os.path.exists(f"{args.out}/resume.pt")
-        command += ["--minutes", "0" if begun else str(args.minutes / 2)]
+        begun = Path(args.out, "begun")
+        command += ["--minutes", "0" if begun.exists() else str(args.minutes / 2)]
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True)
     if done.returncode < 0:
         raise ValueError(f"the process that writes the answers was killed by signal {-done.returncode}, "
-                         "perhaps because memory ran out")
+                         "perhaps because memory ran out; try a smaller --max-new-tokens")
     if done.returncode:
         sys.exit(done.returncode)
+    if args.minutes:
+        begun.touch()
     return done.stdout.splitlines()
 
 

@@ -132,8 +132,7 @@ def answer(args, engine, tokenizer, split, n):
         if number % parts == part:
             yield shard(file, ids, answers(args, engine, tokenizer, ids, start))
     if left_out:
-        print(f"{len(left_out)} {split} prompts are longer than the context of {context} tokens and left out",
-              file=sys.stderr)
+        print(f"{len(left_out)} {split} prompts of {context} tokens or more are left out", file=sys.stderr)
 
 
 def answers(args, engine, tokenizer, asked, first):
@@ -141,7 +140,7 @@ def answers(args, engine, tokenizer, asked, first):
     seed of its answer."""
     target, requests = engine.model, []
     for i, ids in enumerate(asked, first):
-        room = min(args.max_new_tokens, target.config.block_size - len(ids))
+        room = min(args.max_new_tokens, min(target.config.block_size, LONGEST) - len(ids))
         temperature = TEMPERATURES[i % len(TEMPERATURES)] if args.temperature is None else args.temperature
         requests.append(Request(ids, room, Sampling(temperature, seed=i), tokenizer.ends))
     for request, g in zip(requests, loops.generate(engine, requests)):
@@ -202,7 +201,10 @@ def main():
     tokenizer.now = time.localtime(os.path.getmtime(f"{args.out}/settings.json"))
     rows = given(args, target, tokenizer) if args.given else []          # not counted in --minutes
     args.over = time.time() + 60 * args.minutes if args.minutes is not None else float("inf")
-    engine = Engine(target, SyncScheduler, TOGETHER if args.device == "cpu" else 2 * TOGETHER)
+    together = TOGETHER if args.device == "cpu" else 2 * TOGETHER
+    # One pool from the start: while a pool grows, the old one is there too.
+    longest = min(args.max_new_tokens + magpie.LONGEST, LONGEST, target.config.block_size)
+    engine = Engine(target, SyncScheduler, together, together * longest)
     files = [*answer(args, engine, tokenizer, "heldout", args.heldout)]
     if not files and args.part[1] == 1:
         raise ValueError("no prompt is held out (about one in eight is) and fits; give more")

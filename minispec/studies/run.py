@@ -416,9 +416,9 @@ def bounds(args, model, tokenizer):
     with naming(file):
         measured, about = read_json(file), prices.get("about", {})
         for name in ("device", "dtype"):
-            if measured[name] != about.get(name):
-                raise ValueError(f"{name} must be {about.get(name)} as in {args.cost}, got {measured[name]}; "
-                                 "measure run again")
+            if measured[name] != about.get(name, measured[name]):
+                raise ValueError(f"{name} must be {about[name]} as in {args.cost}, got {measured[name]}; "
+                                 "measure profile and run on one machine")
         found = ladder_of.analyse(some, prices, measured["result"]["rows"])
     whole = ladder_of.table(found)
     rows = [ladder_of.row_of(c, "all") for c in found["cells"] if c["workload"] in LADDERS]

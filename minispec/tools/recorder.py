@@ -13,8 +13,8 @@ A round is
     numbers           [score, p, q] of each of the tokens, in the row that it hangs from. q is -1 where it is
                       unknown: in rows after prompt lookup, after all chains but the first, and in trees after
                       the first row
-    rows              for each row {token: [score, p, q]} of the tokens with the largest score, p or q; first
-                      the target's choice, which has the largest score: p / noise, at temperature 0 the logit
+    rows              for each row {token: [score, p, q]} of the tokens with the largest p or q; first the
+                      target's choice, which has the largest score: p / noise, at temperature 0 the logit
     coins             of rejection, one a token; None under the other rules
     cached            tokens in the cache before the round
     promises          of Adaptive: {drafter: [drafts, best for the batch; tokens and tokens/s of this request]}
@@ -103,7 +103,8 @@ class Recorder:
         out = {
             "tokens": tokens, "parents": parents, "path": path,
             "numbers": numbers[parents, tokens].tolist(),
-            "rows": [dict(zip(ids, row[ids].tolist())) for ids, row in zip(likely, numbers)],
+            "rows": [{token: x for token, x in zip(ids, row[ids].tolist()) if token == ids[0] or max(x[1:]) > 0}
+                     for ids, row in zip(likely, numbers)],
             "coins": coins(s).tolist() if s.drawn else None,
             "cached": r.n_cached,
             "promises": self.engine.scheduler.drafter.promises.get(r),
@@ -138,8 +139,9 @@ class Recorder:
     def lines(self, n):
         """The first n rounds that have drafts, as text."""
         word = lambda token: repr(self.tokenizer.decode([token]))
-        rounds = [a for rounds in self.heard.values() for a in rounds if a["rows"][1:]]
-        for a in rounds[:n]:
+        rounds = [(a, b) for r, heard in self.heard.items() for a, b in zip(heard, r.generation.rounds)
+                  if a["rows"][1:]]
+        for a, done in rounds[:n]:
             *drafts, (token, last, _) = zip(a["tokens"], a["parents"], a["numbers"])
             yield f"at {a['cached'] + 1} tokens: {len(drafts)} drafts"
             for i, (draft, parent, (_, p, q)) in enumerate(drafts, 1):
@@ -148,5 +150,7 @@ class Recorder:
                 known = f"{q:5.3f}" if q >= 0 else "    ?"
                 verdict = "accepted" * (i in a["path"])
                 yield f"{i:4} after {parent:<3} {word(draft):16} p {p:5.3f}  q {known}  {rule:32} {verdict}"
-            end = "correction" if last in a["parents"][:-1] else "bonus"
-            yield f"     {end} {word(token)}; the cache keeps {len(a['path']) + 1} of {len(a['rows'])} rows\n"
+            end = ("correction" if last in a["parents"][:-1] else "bonus") + f" {word(token)}"
+            if done.committed <= len(a["path"]):
+                end = "the answer ends"
+            yield f"     {end}; the cache keeps {len(a['path']) + 1} of {len(a['rows'])} rows\n"

@@ -67,8 +67,7 @@ def parsed(parser):
     for name, value in vars(args).items():
         least = 0 if name in MAY_BE_ZERO else 1
         if type(value) in (int, float) and not least <= value <= MOST:
-            option = name.replace("_", "-")
-            raise ValueError(f"{option} {value} is out of range; "
+            raise ValueError(f"{name.replace('_', '-')} {value} is out of range; "
                              f"allowed is {least} or more, up to {MOST:.0e}")
     check_device(args.device)
     return args
