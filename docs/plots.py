@@ -1,4 +1,5 @@
-"""Draws the lessons' figures, docs/figures/*.svg, from results/.
+"""Draws the lessons' figures, docs/figures/*.svg, from results/. (prism_steps and *_slots are of removed
+studies.)
 
     python docs/plots.py
     python docs/plots.py OUT.json T.jsonl       # your traces; OUT.json: of minispec.bounds --json
