@@ -325,7 +325,7 @@ def main():
     with locked(student):
         # Also a finished student is not taken for another one.
         training.same_settings(student, weights=args.weights, reverse_kl=args.reverse_kl, lr=args.lr,
-                               seed=args.seed, steps=args.steps, batch=args.batch)
+                               seed=args.seed, steps=args.steps)
         train(args, tokenizer, example, student, teacher, 2e-4, args.weights, data)
 
 

@@ -74,7 +74,9 @@ class Adaptive(Drafter):
         # 3. Draft.
         alone = len(requests) == 1
         drafter = self.drafters[name]
-        ks = limits if alone and drafter.min_confidence else [min(k, limit) for limit in limits]
+        # A chain that ends where it is unsure needs no k; in a graph all steps are taken.
+        unsure = alone and drafter.min_confidence and not drafter.graphs
+        ks = limits if unsure else [min(k, limit) for limit in limits]
         out = drafter.propose(requests, ks)
         for r, (drafts, *_) in zip(requests, out):
             self.drafted[r].append((name, drafts, len(r.tokens)))

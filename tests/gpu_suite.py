@@ -222,6 +222,8 @@ def next_to_plain(args, model, names, batch, requests, about):
     rows = []
     for name in ("ar", *names):
         for _ in range(2):
+            engine = None
+            free()
             engine = results.engine_of(name, model, args, batch)
             answers = engine.generate(requests())
             seconds = {phase: x for phase, x in engine.seconds.items() if phase != "prefill"}

@@ -68,10 +68,10 @@ def test_curriculum_keeps_its_shares():
     share = tokens[10240] / sum(tokens.values())
     assert abs(share - train_gpt.CURRICULUM[-1][1][10240]) < 0.08
     # A shorter limit changes the lengths, and not the shares.
-    last = [length for length, used in train_gpt.schedule(0, 20e6, 2048) if used > 0.5 * 20e6]
-    share = last.count(2048) * 2048 * train_gpt.rows_of(2048)
-    share /= sum(length * train_gpt.rows_of(length) for length in last)
-    assert abs(share - train_gpt.CURRICULUM[-1][1][10240]) < 0.08
+    last = train_gpt.schedule(0, 20e6, 2048)
+    last = [length for length, used in last if used > train_gpt.CURRICULUM[-2][0] * 20e6]
+    share = last.count(2048) * 2048 / sum(length * train_gpt.rows_of(length) for length in last)
+    assert abs(share - 0.6) < 0.08
     for longest in (1024, 700, 100):
         plan = train_gpt.schedule(0, 1e6, longest)
         assert max(plan)[0] == longest

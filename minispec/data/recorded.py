@@ -186,18 +186,19 @@ def record(args):
             command += ["--" + name.replace("_", "-"), *map(str, values)]
     if args.minutes:
         # Once the training has begun, no more answers are made.
-        begun = Path(args.out, "begun")
-        command += ["--minutes", "0" if begun.exists() else str(args.minutes / 2)]
+        begun, minutes = Path(args.out, "begun"), str(args.minutes / 2)
+        done = begun.exists() and begun.read_text() == minutes
+        command += ["--minutes", "0" if done else minutes]
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True)
     if done.returncode < 0:
         raise ValueError(f"the process that writes the answers was killed by signal {-done.returncode}, "
-                         "perhaps because memory ran out; try a smaller --max-new-tokens")
+                         "perhaps because memory ran out; try a smaller --max-new-tokens and other --responses")
     if done.returncode:
         sys.exit(done.returncode)
     if args.minutes:
-        begun.touch()
+        begun.write_text(minutes)
     return done.stdout.splitlines()
 
 

@@ -201,7 +201,7 @@ def main():
     tokenizer.now = time.localtime(os.path.getmtime(f"{args.out}/settings.json"))
     rows = given(args, target, tokenizer) if args.given else []          # not counted in --minutes
     args.over = time.time() + 60 * args.minutes if args.minutes is not None else float("inf")
-    together = TOGETHER if args.device == "cpu" else 2 * TOGETHER
+    together = min(TOGETHER if args.device == "cpu" else 2 * TOGETHER, max(args.prompts, args.heldout))
     # One pool from the start: while a pool grows, the old one is there too.
     longest = min(args.max_new_tokens + magpie.LONGEST, LONGEST, target.config.block_size)
     engine = Engine(target, SyncScheduler, together, together * longest)

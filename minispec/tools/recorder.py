@@ -147,7 +147,7 @@ class Recorder:
             for i, (draft, parent, (_, p, q)) in enumerate(drafts, 1):
                 choice = word(next(iter(a["rows"][parent])))
                 rule = f"coin {a['coins'][i - 1]:.3f}" if a["coins"] else f"target's choice {choice}"
-                known = f"{q:5.3f}" if q >= 0 else "    ?"
+                known = f"{q:5.3f}" if q >= 0 and i <= len(drafts) - done.lookup else "    ?"
                 verdict = "accepted" * (i in a["path"])
                 yield f"{i:4} after {parent:<3} {word(draft):16} p {p:5.3f}  q {known}  {rule:32} {verdict}"
             end = ("correction" if last in a["parents"][:-1] else "bonus") + f" {word(token)}"
