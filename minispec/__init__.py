@@ -8,9 +8,9 @@ fault for every 4 KiB that it touches again. On virtual machines this can cost m
 calls avoid it. Only glibc has these options, so elsewhere nothing happens.
 
 Compiled kernels stay cached. oneDNN, which multiplies on CPUs, compiles a kernel for every number of rows and
-shape of weights, and by default keeps the last 1,024. A batch whose requests verify different numbers of
-drafts has another number of rows in each round, times some ten shapes, so more are kept. A kernel may take a
-megabyte, so not too many.
+shape of weights, and by default keeps the last 1,024. If requests of a batch verify different numbers of
+drafts, its number of rows changes every round, for some ten shapes. So more are kept, but not too many: each
+may take a megabyte.
 """
 import contextlib
 import ctypes

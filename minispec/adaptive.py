@@ -1,6 +1,6 @@
 """Which drafter should draft next, and how many tokens? "Performance or Illusion?" (arXiv 2601.11580) leaves
-this open: no drafter is best everywhere. Here the batch chooses in every round the drafter and the most
-drafts of a request, k, with the most expected tokens per second:
+this open: no drafter is best everywhere. Here the batch chooses each round the drafter and k,
+the limit of drafts per request, with the most expected tokens per second:
 
     goodput(drafter, k) = (sum over requests of E(alpha, k)) / T(drafter, k)      (SmartSpec, 2406.14066)
     E(alpha, k) = 1 + alpha + .. + alpha^k                                        (2211.17192, eq. 1)

@@ -23,7 +23,7 @@ alike, and only SpecDiff-2's chains are drawn by chance:
     coupled     drafts are the largest of q / e, with the target's own noise; the walk
     point-mass  drafts are the most likely tokens of q (several chains of SpecDiff-2 are drawn); the walk
     walk        drafts are drawn from q with other noise; the walk (of K chains: SpecDiff-2 2511.00606)
-    selection   the same, but of SpecDiff-2's trees only the path is walked that its `best_path` selects
+    selection   the same, but in SpecDiff-2's trees only the path that `best_path` selects is walked
     rejection   drafts are drawn from q with other noise, and rejection verifies them. The walk verifies
                 drafts without a q: prompt-lookup tokens alone, and trees that were chosen without chance.
                 Prompt-lookup tokens beside a drawn chain count as drawn from a point mass

@@ -15,9 +15,9 @@ one k and fits three constants; here batch, drafts and context vary, and the mea
 
 A drafter has a trace if its drafts do not depend on earlier rounds. This holds, up to rounding, for prompt
 lookup, small models, and modules that read the target's hidden states. It does not hold for SpecGen, whose
-selection depends on where the last round ended. bounds.py also takes the first j drafts of a trace for those
-of a round of j. They are, except for SpecDiff's, whose slots see each other: only the first slot of a shorter
-window is the same.
+selection depends on where the last round ended. bounds.py also assumes that a round of j drafts has the
+first j drafts of the trace. For SpecDiff, whose slots see each other, this holds only for the first slot of a
+shorter window.
 """
 import statistics
 import time

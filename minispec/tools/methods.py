@@ -232,8 +232,8 @@ def add_arguments(parser):
              "bfloat16 for a real model on a CPU with bfloat16 products)")
     add("--drafter", metavar="DIR",
         help="trained part of the method: a drafter, the small model of draft, the diffusion model of cdlm "
-             "and dlm (default: named like the method in checkpoints, of cdlm and dlm cdlm/student and "
-             "cdlm/teacher; for another model in checkpoints/MODEL)")
+             "and dlm (default: the method's name, or cdlm/student and cdlm/teacher, in checkpoints; for "
+             "another model in checkpoints/MODEL)")
 
     add = parser.add_argument_group("batch and cache").add_argument
     add("--admission", default="reserve", choices=POLICIES,
