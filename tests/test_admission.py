@@ -68,6 +68,7 @@ def test_half_of_the_demand_is_enough(policy, name):
     engine = Engine(MODEL, SCHEDULERS[name], 6, peak // 2, 16, policy)
     got, fed = answer(engine, some)
     assert got == reference(10) and engine.cache.used == engine.cache.charged == 0
+    assert not any(engine.scheduler.pool.taken)
     whole = sum(map(len, some))
     assert (engine.cache.offloaded > 0) == (policy == "offload")
     assert (engine.admission.dropped > 0) == (policy == "preempt") == (fed > whole)

@@ -282,6 +282,13 @@ def test_studies_are_chosen():
     assert chosen("arms") == ["arms"]
 
 
+def test_speedups_are_of_decoding_repeat_by_repeat():
+    answers = [SimpleNamespace(token_ids=[1] * 6)]
+    some, plain = ([results.Run(answers, {"prefill": 1.0, "verify": x}, 1, [1], None) for x in seconds]
+                   for seconds in ((1, 2, 6), (2, 6, 12)))
+    assert results.speedups(some, plain) == {"tokens_per_second": 3, "speedup": 2, "speedup_range": [2, 3]}
+
+
 def profiled(monkeypatch, target, drafters, costs):
     """The cost table of `profile` if the measured one is `costs`."""
     monkeypatch.setattr(methods, "chain_drafters", lambda *_: drafters)

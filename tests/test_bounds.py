@@ -483,3 +483,8 @@ def test_drafters_without_a_price_and_ids_without_a_workload():
     with pytest.raises(ValueError, match="drafters x are not in the cost table: ngram, eagle3"):
         bounds.ladder([trace_of(x=[1, 1])], H100)
     assert rungs([Trace("t", 5, 1, {"ngram": np.ones(1, int)})], PUBLISHED)["L9"] == 1
+
+
+def test_a_batch_pays_for_all_its_requests():
+    cost = CostTable({"verify": linear(base=1), "overhead": linear(row=2), "prefill": linear(row=10, token=1)})
+    assert (cost.step(0, 3, 3), cost.prefill(5, 2)) == (7, 30)

@@ -5,6 +5,7 @@ import json
 import math
 from itertools import zip_longest
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -272,6 +273,10 @@ def test_sampling_is_seeded_and_independent_of_the_batch(model):
     assert one == four != tokens_of(model)
     narrow = [Request(p, L, Sampling(1.0, top_k=1, seed=i)) for i, p in enumerate(PROMPTS)]
     assert tokens_of(model, asked=narrow) == tokens_of(model)
+    # The confidence is that of the drawn token.
+    logits, (r,) = torch.randn(6, 64, generator=seeded()), requests(PROMPTS[:1], temperature=1.0)
+    drawn, sure = cdlm.choose(logits, [SimpleNamespace(request=r)], [range(6)])
+    assert sure == pytest.approx(logits.softmax(-1)[range(6), drawn].tolist())
 
 
 @pytest.mark.parametrize("kind", ["student", "teacher"])
@@ -291,6 +296,7 @@ def test_threshold_sets_the_steps(model, kind):  # 18
         ([0.2, 0.95, 0.91], {"threshold": 0.9}, [1, 2], [1, 2]),
         ([0.2, 0.5, 0.5], {"threshold": 0.9}, [1], [0]),  # ties to the left
         ([0.1, 0.5, 0.5], {"n": 2}, [1, 2], [0, 1]),
+        ([0.2, 1.0, 1.0], {"threshold": 1.0}, [1], [0]),
         ([], {"threshold": 0.9}, [], []),
         ([0.3], {"n": 0}, [], []),
     ],

@@ -140,7 +140,11 @@ def test_a_seed_is_a_text(name, monkeypatch):
             assert (ids_of(own) == want) == (sampling.rule != "rejection" or name in WALKED)
             rounds[sampling] += [s for g in own for s in g.rounds]
         assert engine.cache.used == 0 and not engine.active
-        assert not getattr(getattr(engine.scheduler, "drafter", None), "draft_states", None)
+        # Drafters keep nothing of a request that has left.
+        drafter = engine.scheduler.drafter
+        for d in (drafter, *drafter.drafters.values(), getattr(engine.scheduler, "ngram", drafter)):
+            assert not (getattr(d, "draft_states", 0) or getattr(d, "index", 0))
+            assert not hasattr(d, "cache") or not d.cache.used
     if name == "ar":
         return
     # Drafts are accepted. Greedy answers of a random model are neither guessed by another one nor copies.
@@ -327,6 +331,7 @@ def test_of_several_chains_a_shorter_one_may_be_accepted_whole(parents, path, pr
     segment = Segment(r, [1] * 6, 0, None, "verify", 6, [7, 8, 9, 10, 11], parents=parents)
     r.commit(segment, path, 5)
     assert (r.generation.who[-1], r.generation.rounds[0].proposed) == (who, proposed)
+    r.commit(Segment(r, [5], 6, None, "verify", 1), [], 5)  # a round without drafts
     engine = SimpleNamespace(seconds={"prefill": 0}, iterations=[])
     accepted = summary([r.generation], engine)["acceptance_by_position"]
     assert accepted == [float(i < len(path)) for i in range(proposed)]

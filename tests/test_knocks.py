@@ -194,6 +194,22 @@ def test_a_damaged_checkpoint_is_named_and_left_alone(how, trained, tmp_path):
     assert file.read_bytes() == before and len(str(e.value)) < 1000
 
 
+def test_a_resumed_run_has_the_minutes_that_are_left(trained, tmp_path):
+    shutil.copytree(trained[0], tmp_path / "run")
+    file = tmp_path / "run" / "resume.pt"
+    torch.save({**torch.load(file, weights_only=True), "seconds": 90.0, "finished": False}, file)
+    run = training.Run(ONE_BY_ONE, str(file.parent), toy_model(), 2, 1e-3, minutes=3)
+    assert run.progress(0) == pytest.approx(0.5, abs=0.05)
+
+
+def test_the_learning_rate_rises_and_falls(tmp_path):
+    run, rates = training.Run(ONE_BY_ONE, str(tmp_path), toy_model(), 9, 1.0), []
+    run.bar, run.optimizer.step = mock.Mock(), rates.append
+    for done in (0.01, 0.5, 1.0):
+        run.update(done)
+    assert rates == pytest.approx([0.5, 0.525, 0.05])
+
+
 def test_weights_that_are_no_numbers_are_not_kept(tmp_path):
     """A loss that explodes ends training before the last good checkpoint is written over."""
     model = toy_model()

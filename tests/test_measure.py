@@ -110,8 +110,12 @@ def test_phases_sum_to_the_step(name, monkeypatch):
     plans = {None: SyncScheduler, "specgen": lambda e: SpecGen(e, 4, 0.2, 4)}
     plan = plans.get(name, lambda e: SyncScheduler(e, DRAFTERS[name](), K))
     engine = Engine(TARGET, plan, 2, prefill_chunk=16)
-    engine.generate([Request(p, 20) for p in PROMPTS])
+    got = engine.generate([Request(p, 20) for p in PROMPTS])
     spent = [i["seconds"] for i in engine.iterations]
+    # A round has its request's share, by rows.
+    for kind in ("draft", "verify"):
+        of_rounds = sum(getattr(s, f"{kind}_seconds") for g in got for s in g.rounds)
+        assert of_rounds == pytest.approx(engine.seconds[kind])
     # The first tick is 0, the last sees that all is done.
     assert sum(engine.seconds.values()) == next(ticks) - len(spent) - 1
     total = {part: sum(s[part] for s in spent) for part in spent[0]}

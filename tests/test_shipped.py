@@ -9,6 +9,7 @@ from conftest import attend_alone, ids_of, only_keys, ROOT, TARGET
 
 import bench
 from minispec.core.kv_cache import KVCache
+from minispec.core.verify import Sampling
 from minispec.tools import checkpoints
 from minispec.data import tasks
 from minispec.studies import cdlm as cdlm_studies
@@ -71,6 +72,8 @@ def test_solves_what_it_was_trained_for(shipped):
         for i in range(4)
     ]
     generations = generate("ar", model, tokenizer, problems, limit=None)
+    asked = answers.requests_of(problems[:2], tokenizer, model, 5, Sampling(seed=7))
+    assert [r.sampling.seed for r in asked] == [7, 8]
     right = [answers.verdict(p, g, tokenizer) for p, g in zip(problems, generations)]
     assert min(sum(right[i : i + 4]) for i in range(0, len(right), 4)) >= 3
 

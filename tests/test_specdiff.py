@@ -3,6 +3,7 @@ losses are the expected lengths that they claim to be, cached and packed forward
 at a time. What SpecDiff shares with other trained drafters is in test_trained.py. Letters and numbers (A1
 .. D5) are those of our checklist."""
 
+import copy
 import functools
 import itertools
 import math
@@ -19,6 +20,7 @@ from test_trained import (FORMS, FULL, TARGET, features_of, fit, prompts, run, s
 from minispec import prism, specdiff
 from minispec.core.drafters import MIN_CONFIDENCE as STOP_AT, PAD_DRAFT
 from minispec.core.gpt import dense_attend
+from minispec.core.requests import Request
 from minispec.core.scheduler import SyncScheduler
 from minispec.core.verify import Sampling, draw, graft, rejection, verify_tree, warp
 from minispec.data import recorded, rollouts
@@ -474,6 +476,19 @@ def test_distillation_is_a_kl_divergence_slot_by_slot(drafter):
     for name, objective in (("point_mass", "streak"), ("rejection", "streak-rs")):
         loss = specdiff.training_loss(drafter, objective, batch, 5, seeded()).item()
         assert found[name] == pytest.approx(-loss, rel=1e-4)
+    # A token that cannot be drafted is not to be learned.
+    tokens, _, _, valid = specdiff._answers(drafter, batch, starts)
+    some = torch.tensor([1, 2, 5])
+    drafted = specdiff._answers(copy.deepcopy(drafter).restrict(some), batch, starts)[3]
+    assert torch.equal(drafted, valid & torch.isin(tokens, some))
+
+
+def test_rejection_gets_no_q_of_an_argmax():
+    request = Request([1], 9, Sampling(1.0, rule="rejection"))
+    for k in (1, 2):
+        drafter = SpecDiffDrafter(toy_specdiff(), TARGET, k_drafts=k, temperature=0.0)
+        _, q, *tree = drafter.result(request, [[1] * k] * 4, torch.zeros(4, 1, 12), 4 * k)
+        assert q is None if k == 1 else len(tree) == 1
 
 
 def test_masked_slots_have_the_weight_of_their_rate():

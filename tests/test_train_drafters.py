@@ -103,6 +103,15 @@ def test_a_folder_with_a_model_of_no_training_here_is_left_alone(folder, capsys)
     assert made[0] == made[1]
 
 
+def test_every_epoch_reads_every_text_once_in_batches_that_fit():
+    lengths = [5 + 7 * i % 40 for i in range(300)]
+    plan = [batch for batch, _ in recorded.schedule(1, lengths, 100, 2 * sum(lengths))]
+    rows, longest = sum(plan, []), [max(lengths[row] for row in batch) for batch in plan]
+    assert sorted(rows[:300]) == sorted(rows[300:]) == [*range(300)] and rows[:300] != rows[300:]
+    assert all(len(batch) * n <= 100 for batch, n in zip(plan, longest))
+    assert longest[:20] != sorted(longest[:20])
+
+
 # An option, and how the two values are called.
 OTHER = """
 --lr 1e-2 | lr 0.004, not 0.01
@@ -394,6 +403,10 @@ def test_texts_are_padded_on_the_right_and_read_when_they_are_needed():
         assert (got.log_p - want.log_p).abs().max() < 1e-5
         for name in ("lower", "hidden"):
             assert (getattr(got, name) - getattr(want, name))[:, :4].abs().max() < 0.02
+    # An estimate is a mean over texts, whatever the chunks.
+    run = mock.Mock(heldout=[*texts, *texts, texts[0]], args=mock.Mock(device="cpu"))
+    learned = recorded.DrafterRun.heldout_mean(run, lambda b: {"n": b.learn.sum().item() / len(b.ids)})
+    assert learned["n"] == pytest.approx(12 / 5)
 
 
 def test_processes_share_the_shards(folder, tmp_path, monkeypatch):

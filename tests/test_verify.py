@@ -57,6 +57,7 @@ def test_sampling_ranges(bad):
 def test_rules_are_named():
     with refused("one of coupled, rejection, point-mass, selection, walk, got fair"):
         Sampling(rule="fair")
+    assert Sampling(1.0, rule="point-mass").drafting.temperature == 0 < Sampling(1.0).drafting.temperature
 
 
 def test_the_least_temperature_is_a_distribution():

@@ -187,7 +187,7 @@ def record(args):
     if args.minutes:
         # Once the training has begun, no more answers are made.
         begun, minutes = Path(args.out, "begun"), str(args.minutes / 2)
-        done = begun.exists() and begun.read_text() == minutes
+        done = os.path.exists(f"{args.out}/resume.pt") or begun.exists() and begun.read_text() == minutes
         command += ["--minutes", "0" if done else minutes]
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
