@@ -277,5 +277,5 @@ class Graphs:
             out = function()
         for s, place in zip(segments, places):
             if s.keys.scores is not None:
-                s.keys.scores.copy_(self.scores[:, place, :, :s.keys.scores.shape[-1]])
+                s.keys.scores.copy_(self.scores[:, place, :, :s.keys.length])
         return [y[:n].clone() for y in out]

@@ -42,8 +42,7 @@ class Rows(Inputs):
         at = (ends + step * w)[..., None] + torch.arange(w, device=ends.device)         # (steps, B, w)
         requests = self.later.requests.repeat(len(step), 1, 1)                          # (steps, B, 6)
         requests[:, :, 2] = at[:, :, -1] + 1
-        request = torch.arange(len(ends), device=ends.device)[:, None]                  # (B, 1)
-        new = self.slots[request, at].long().flatten(1)                                 # (steps, B * w)
+        new = self.slots[None].take_along_dim(at, 2).long().flatten(1)                  # (steps, B * w)
         return (ends + step).repeat_interleave(w, 1), new, requests
 
 
@@ -88,14 +87,10 @@ def accelerate(engine, longest):
     """Let the target of an engine run in graphs, for requests of up to `longest` tokens, and its drafter, or
     the drafters that it chooses among, where they have a cache and the kernels serve them."""
     drafter = engine.scheduler.drafter
-
-    def forward(x):
-        return [engine.model(x.tokens, x.positions, x.attend, drafter.feature_layers)]
-
     for some in [drafter, *drafter.drafters.values()]:
         # Its tree has at most `room` rows. (A chain's room is at most MAX_K, which always fits.)
         if isinstance(some, ChainDrafter) and can_run(some.model, some.room):
             some.graphs = Rounds(engine, some, longest)
     # Last: without them all of this is made again, if it was interrupted.
     widest = engine.scheduler.budget(longest)
-    engine.graphs = Graphs(engine, forward, engine.cache, engine.batch_size, longest, widest)
+    engine.graphs = Graphs(engine, engine.run, engine.cache, engine.batch_size, longest, widest)

@@ -431,20 +431,19 @@ def row_of(c, m):
     total = c[AVERAGES[0]]
     row = {"workload": c["workload"], "batch": c["batch"], "drafter": m}
     alone = total["L5"]
-    who, one, fixed, suffix = m, m, m, ("", "")
+    who = one = fixed = m
     if m == "all":
         who = COMBINED
         one = max(alone, key=alone.get)
         fixed = max(total["L2"], key=lambda name: total["L2"][name]["speedup"])
-        suffix = f" {fixed}", f" {one}"
     if "L0" in total:
         row[RUNGS["L0"]] = figures(c, "L0", who)
         row[RUNGS["L1"]] = cell("{x:.2f}", {"x": c["L1"].get(who)})
         row["time over the bound's"] = cell("{x:.2f}", {"x": c["above"].get(who)})
     ks = dict.fromkeys(str(c[by]["L2"][fixed]["k"]) for by in AVERAGES)
-    row[RUNGS["L2"]] = figures(c, "L2", fixed) + f", k {' / '.join(ks)}" + suffix[0]
+    row[RUNGS["L2"]] = figures(c, "L2", fixed) + f", k {' / '.join(ks)}" + f" {fixed}" * (m == "all")
     row[RUNGS["L4"]] = figures(c, "L4", m)
-    row[RUNGS["L5"]] = figures(c, "L5", one) + suffix[1]
+    row[RUNGS["L5"]] = figures(c, "L5", one) + f" {one}" * (m == "all")
     if m == "all":
         for rung in ("L6", "L7", "L9"):
             row[RUNGS[rung]] = figures(c, rung)

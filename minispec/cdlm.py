@@ -382,32 +382,30 @@ class Decoder:
         # clean, with the next block (at first: the prompt). The open block's keys are overwritten each step.
         return [(min(a.n_cached, a.first - 1), a.first, a.first), (a.first, a.last, a.last)]
 
-    def segments(self, a):
-        """The spans as Segments, of the engine's kinds "prefill" (clean rows alone) or "verify" (a block)."""
-        for start, end, seen in self.spans(a):
-            sees = torch.ones(end - start, seen, dtype=torch.bool)       # not causal
-            keys = FullKeys(a.cache, a.blocks, start, end - start, tail=sees)
-            kind = "prefill" if end == a.first else "verify"
-            yield Segment(a.request, a.tokens[start:end], start, keys, kind)
-
     def forward(self, active):
         """Hidden states (N, C) and logits (N, V) of the masked slots of all open blocks, and the seconds."""
         started = time.perf_counter()
-        segments = [s for a in active for s in self.segments(a)]
+        segments, rows, n = [], [], 0
+        for a in active:
+            for start, end, seen in self.spans(a):
+                sees = torch.ones(end - start, seen, dtype=torch.bool)   # not causal
+                keys = FullKeys(a.cache, a.blocks, start, end - start, tail=sees)
+                # Kinds as in the engine: clean rows alone, or those of a block.
+                kind = "prefill" if end == a.first else "verify"
+                segments.append(Segment(a.request, a.tokens[start:end], start, keys, kind))
+                # The row before a slot predicts it; before a student's first slot, its last clean row.
+                if kind == "verify":
+                    rows += [n + position - 1 - start for position in a.masked()]
+                n += end - start
         x = pack(segments, self.model.device)
-        # The row before a slot predicts it; before a student's first slot, the last row of its clean segment.
-        rows = []
-        for s, (first, _, _) in zip(segments, x.spans):
-            if s.kind == "verify":
-                rows += [first + position - 1 - s.start for position in s.request.state.masked()]
         hidden = self.model(x.tokens, x.positions, x.attend)[rows]
         logits = mask_free(self.model.logits(hidden), self.mask_id)
         check_numbers(logits)                            # this waits for a GPU
         seconds = time.perf_counter() - started
         for s in segments:
-            self.seconds[s.kind] += seconds * len(s.tokens) / len(x.tokens)
+            self.seconds[s.kind] += seconds * len(s.tokens) / n
         self.counts["forwards"] += 1                     # one for the whole batch
-        self.counts["tokens_fed"] += len(x.tokens)
+        self.counts["tokens_fed"] += n
         return hidden, logits, seconds
 
     def reveal(self, a, masked, hidden, tokens, confidence):

@@ -44,10 +44,14 @@ import torch.nn.functional as F
 
 from minispec.core import gpt
 from minispec.core.drafters import ChainDrafter
-from minispec.core.losses import Divergence, numbers_of
+from minispec.core.losses import Divergence
 from minispec.core.requests import MAX_K
 from minispec.core.verify import argmax, warp
 from minispec.core.draft_head import DrafterConfig, TrainedDrafter, fusion
+
+# Gathered rows are a multiple of this: oneDNN compiles a kernel for every number of rows, which takes longer
+# than to run it, so their products should have few shapes.
+ROWS = 128
 
 
 @dataclass
@@ -196,7 +200,9 @@ def unrolled_loss(prism, batch, steps):
     to_learn = F.pad(batch.learn[:, 1:], (0, 1))         # (B, S): is t_{s+1} one to learn?
     to_learn[:, :steps] = False                          # too near the beginning to be guessed at all steps
     to_learn = to_learn.flatten()                        # rows are numbered along all texts
-    target_rows, n = numbers_of(to_learn)                # the first n count
+    # The true ones, followed by false ones up to a multiple of ROWS: the first n count.
+    n = int(to_learn.sum())
+    target_rows = to_learn.logical_not().byte().argsort(stable=True)[:-(-n // ROWS) * ROWS]
     states = unroll(prism, batch.ids, batch.features(prism.config), steps)
     draft_head = prism.draft_head
 
@@ -234,7 +240,7 @@ class PrismDrafter(ChainDrafter):
         self.step = prism.to(target.dtype)               # see ChainDrafter
         self.feature_layers = prism.config.feature_layers
         self.draft_head = prism.draft_head
-        self.depth = depth
+        self.gamma = depth
         self.name = name
 
     def first_rows(self, request, limit):
@@ -282,7 +288,7 @@ class PrismTreeDrafter(PrismDrafter):
     def result(self, request, drafts, q, limit):
         """A tree of at most `limit` drafts from columns (3, n) of nodes, see `round` and Drafter.propose."""
         # Other requests may have gone deeper.
-        n = self.width + (min(self.depth, limit) - 1) * self.width ** 2
+        n = self.width + (min(self.gamma, limit) - 1) * self.width ** 2
         tokens, parents, scores = (column[:n] for column in drafts)
         worth = sum(math.exp(score) >= self.min_confidence / 4 for score in scores)
         tokens, parents = prune(tokens, parents, scores, max(min(limit, worth), 1))
@@ -334,8 +340,7 @@ class PrismTreeDrafter(PrismDrafter):
         # A tree has no noise but the target's.
         if settings.temperature > 0 and settings.rule == "coupled":
             q = warp(logits, settings)
-            noise = self.draft_head.noise(x.per_request["streams"], x.per_request["at"] + number - 1)
-            scores = q / noise[:, None]
+            scores = q / self.noise(x, 1, number - 1)
         top = (scores / scores.sum(-1, keepdim=True)).topk(self.width)
         scores = so_far[..., None] + top.values.log().clamp(max=0)
         return self.draft_head.tokens(top.indices).flatten(1), scores.flatten(1), q

@@ -133,9 +133,7 @@ def for_target(target, n_layer=None, gamma=8, reads=False, feature_layers=(), ra
     drafter = config.make(target).to(target.device)
     # Nothing starts at random: the target's own layers guess the first slot well from the beginning.
     with torch.no_grad():
-        drafter.norm.load_state_dict(target.norm.state_dict())
-        for mine, theirs in zip(drafter.blocks, target.blocks):
-            mine.load_state_dict(theirs.state_dict())
+        drafter.load_state_dict(target.state_dict(), strict=False)       # its first layers, and its last norm
         drafter.mask.copy_(target.embed.weight.mean(0))
         if reads:
             one = torch.eye(config.d_model, device=target.device)
@@ -186,13 +184,13 @@ def window_states(drafter, ids, starts, features=None, shown=None):
     c = drafter.config
     n = ids.shape[1]
     rows = c.gamma - 1                              # the last committed token guesses slot 1
-    at = torch.arange(n, device=ids.device)
-    slots = torch.full((*starts.shape, rows), MASK, device=ids.device) if shown is None else shown[..., :rows]
     places = places_of(starts, rows)
+    slots = torch.full_like(places, MASK) if shown is None else shown[..., :rows]
 
     # 1. One sequence: the text, then the rows of all windows, at the positions that they have in the text.
     tokens = torch.cat([ids, slots.flatten(1)], 1)
-    positions = torch.cat([at.expand(len(ids), -1), places.flatten(1)], 1)
+    at = torch.arange(n, device=ids.device).expand(len(ids), -1)
+    positions = torch.cat([at, places.flatten(1)], 1)
     if c.reads:
         features = F.pad(features, (0, 0, 1, 0))[:, :-1]        # of the token before
         newest = (starts - 1).repeat_interleave(rows, 1)
@@ -244,11 +242,6 @@ def _answers(drafter, batch, starts):
     return tokens, index.clamp(min=0), log_p, valid
 
 
-def log_probability(logits, labels):
-    """log q (...) of the tokens with indices `labels` (...), under the logits (..., N)."""
-    return logits.float().log_softmax(-1).gather(-1, labels[..., None])[..., 0]
-
-
 def log_streak(log_q, valid):
     """log c_m (..., gamma), the log-probability that the first m drafts are all right, from the log q (...,
     gamma) of each; -inf from the first invalid slot on. log J is its logsumexp, J the sum of its exp: in fp32
@@ -268,7 +261,7 @@ def objective(name, logits, labels, valid, log_p=None, weight=1):
     mdlm         cross-entropy of slots masked at random; weight (..., gamma): 1 / rate where masked, else 0
     ce           cross-entropy of all slots
     """
-    log_q = log_probability(logits, labels)
+    log_q = logits.float().log_softmax(-1).gather(-1, labels[..., None])[..., 0]          # (..., gamma)
 
     if name == "streak-rs":
         log_q = (log_q - log_p).clamp(max=0)             # of being accepted
@@ -338,14 +331,13 @@ def estimate(drafter, batch, n_windows):
     tokens, labels, log_p, valid = _answers(drafter, batch, starts)
     windows, _ = window_states(drafter, batch.ids, starts, batch.features(drafter.config))
     logits = drafter.draft_head.head(windows + markov_terms(drafter, tokens))
-    log_q = log_probability(logits, labels)
     right = (logits.argmax(-1) == labels) & valid
-    per_window = {
-        "greedy": right.long().cumprod(-1),
-        "point_mass": log_streak(log_q, valid).exp(),
-        "rejection": log_streak((log_q - log_p).clamp(max=0), valid).exp(),
+    accepted = {
+        "greedy": right.long().cumprod(-1).sum(-1).float().mean(),
+        "point_mass": -objective("streak", logits, labels, valid),
+        "rejection": -objective("streak-rs", logits, labels, valid, log_p),
     }
-    return {name: x.float().sum(-1).mean().item() for name, x in per_window.items()}
+    return {name: x.item() for name, x in accepted.items()}
 
 
 # -- drafting: K chains from one forward -----------------------------------------------------------
@@ -393,7 +385,7 @@ class SpecDiffDrafter(ChainDrafter):
         super().__init__(drafter.config, target, gamma)
         self.drafter = drafter.to(target.dtype)
         self.draft_head = drafter.draft_head
-        self.gamma = self.depth = gamma
+        self.gamma = gamma
         self.width = min(k_drafts, self.draft_head.size)
         self.temperature = temperature
         self.uses_hidden_states = drafter.config.reads

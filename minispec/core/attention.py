@@ -83,7 +83,7 @@ def computed_together(spans):
             groups.append((backend, group))
         group += own
         newest[backend] = group, most, padding
-    return [(backend, sorted(group, key=lambda span: span[0])) for backend, group in groups]
+    return [(backend, sorted(group)) for backend, group in groups]
 
 
 class FullKeys:
@@ -284,10 +284,8 @@ def neighbours(blocks, cache):
     values (L, G, blocks, BLOCK, D)."""
     starts = [i for i, block in enumerate(blocks) if not i or block != blocks[i - 1] + 1]
     pool = cache.kv.unflatten(3, (-1, cache.block))      # (2, L, G, blocks, BLOCK, D)
-    spans = []
-    for first, end in zip(starts, [*starts[1:], len(blocks)]):
-        spans.append((slice(first, end), *pool[:, :, :, blocks[first]:blocks[end - 1] + 1]))
-    return spans
+    return [(slice(first, end), *pool[:, :, :, blocks[first]:blocks[end - 1] + 1])
+            for first, end in zip(starts, [*starts[1:], len(blocks)])]
 
 
 def group_rows(q, n_groups):

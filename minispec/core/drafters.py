@@ -97,7 +97,6 @@ class ChainDrafter(Drafter):
     Early end: a chain ends once the drafter's confidence, the product of its probabilities of the drafts, is
     below `min_confidence`. The draft that drops below is still verified: discarding it would bias the drafts
     away from q."""
-    depth = MAX_K                                        # the most steps
     min_confidence = MIN_CONFIDENCE
     graphs = None               # on a GPU: kernels.rounds.Rounds of its only engine, which replays `round`
     segments = 1                # of a request in one round
@@ -149,18 +148,17 @@ class ChainDrafter(Drafter):
         # 2. A round of each group, with as many steps as its deepest request takes: one more row is cheap.
         for settings, group in groups.items():
             indices, fed = zip(*group)
-            segments, last, ends, n = [], [], [], 0
+            segments, last, n = [], [], 0
             for own in fed:
                 last.append(n + len(own[0].tokens) - 1)
-                ends.append(own[0].start + len(own[0].tokens))
                 n += sum(len(s.tokens) for s in own)
                 segments += own
             some = [requests[i] for i in indices]
-            steps = min(self.depth, max(limits[i] for i in indices))
+            steps = min(self.gamma, max(limits[i] for i in indices))
             per_request = {
                 # the row of each request's last token, and its number of slots after the first step
                 "last": last,
-                "ends": ends,
+                "ends": [self.draft_states[r].cached for r in some],
                 # its stream of noise, and the position of its first draft
                 "streams": [stream(r.sampling.seed, settings.lane) for r in some],
                 "at": [len(r.tokens) + apart(r, settings.lane) for r in some],

@@ -194,18 +194,18 @@ class Engine:
             if self.on_prefill:
                 self.on_prefill(n)
 
+    def run(self, x):
+        """[the target's hidden states, and those that its drafter reads] of a packed batch."""
+        return [self.model(x.tokens, x.positions, x.attend, self.scheduler.drafter.feature_layers)]
+
     @torch.inference_mode()
     def forward(self, segments):
         """One packed pass of the target. Returns the logits (n, V) of the segments' last n_logits rows."""
         if not segments:
             return torch.empty(0)
         started = self.clock()
-        # The model, on the kernels or on torch operators.
-        if self.fused:
-            features, = self.graphs(segments)
-        else:
-            x = pack(segments, self.model.device)
-            features = self.model(x.tokens, x.positions, x.attend, self.scheduler.drafter.feature_layers)
+        # On the kernels or on torch operators.
+        features, = self.graphs(segments) if self.fused else self.run(pack(segments, self.model.device))
         # The rows of all segments lie one after the other.
         n = len(features)
         wanted = []
@@ -237,8 +237,7 @@ class Engine:
                 # Later rows overwrite the rejected rows of a chain. The accepted path of a tree moves
                 # together.
                 rows = [0, *path]
-                if s.parents is not None:
-                    self.cache.keep(r.blocks, r.n_cached, rows)
+                self.cache.keep(r.blocks, r.n_cached, rows)
                 r.n_cached += len(rows)
                 if self.scheduler.drafter.uses_hidden_states:
                     # A slice for a chain: a list has to go to a GPU. A copy: a view would keep all rows.

@@ -164,20 +164,16 @@ class KVCache:
         n = min(self.blocks_for(chunk) * self.block, size)
         # The newest tokens leave, the others stay where they are.
         slots = self.slots_of(blocks, range(size - n, size))
-        blocks.host.append(self._to_host(self.kv[:, :, :, slots]))
+        host = x = self.kv[:, :, :, slots]
+        # From a GPU it is sent on a separate stream, to pinned memory, while the next forward runs.
+        if self.side:
+            host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            with beside(self.side):
+                host.copy_(x, non_blocking=True)
+            x.record_stream(self.side)
+        blocks.host.append(host)
         self.resize(blocks, size - n)
         self.offloaded += n
-
-    def _to_host(self, x):
-        """A copy x of keys and values in host memory. From a GPU it is sent on a separate stream, to pinned
-        memory, while the next forward runs."""
-        if self.side is None:
-            return x
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-        with beside(self.side):
-            host.copy_(x, non_blocking=True)
-        x.record_stream(self.side)
-        return host
 
     def restore(self, blocks):
         """Bring the chunk that left last back, into free blocks."""
