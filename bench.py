@@ -44,7 +44,7 @@ STUDIES = {study.__name__: study for study in (
 ALL = list(STUDIES)[:-2]                # the last two need a folder of trained models
 DEFAULT = ("profile", "trace", "run", "bounds")
 VARIED = ("method", "prompt_lookup", "tree", "k_drafts", "select", "schedule", "delayed", "admission")
-MARKS = r"<!-- table (?:(\w+)/)?(\w+) ?(\w*) -->\n.*?<!-- end -->"  # model, study, which of its tables
+MARKS = r"<!-- table (\w+/)?(\w+) ?(\w*) -->\n.*?<!-- end -->"  # model/, study, which of its tables
 
 
 # -- arguments -------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def measure(names, args):
     for name in names:
         # Bounds take no time, and their inputs may be new; --drafter has drafters of the user's own.
         again = args.force or args.quick or args.drafter or name == "bounds"
-        if os.path.exists(results.path(name + ".json")) and not again:
+        if os.path.exists(results.path(f"{name}.json")) and not again:
             print(f"{name}: already measured (--force measures again)")
             continue
         started = time.perf_counter()
@@ -142,7 +142,7 @@ def report(page):
     followed by the table "short" of results/smollm2/speed.json, and where it is from. A table that was not
     measured stays as it is."""
     def pasted(mark):
-        file = results.path(os.path.join(mark[1] or "", f"{mark[2]}.json"))
+        file = results.path(f"{mark[1] or ''}{mark[2]}.json")
         if not os.path.exists(file):
             return mark[0]
         with naming(file):

@@ -226,8 +226,8 @@ def collect_trajectories(args, tokenizer, example, folder, teacher):
     missing shards are made."""
     model = load(teacher, tokenizer, args.device, fast_dtype(args.device))
     # Students of all seeds share them: a problem's number is the seed of its answer.
-    training.same_settings(folder, prompts=args.prompts, order=args.order, temperatures=args.temperatures,
-                           dual=args.dual, block_size=args.block_size, teacher=checkpoints.fingerprint(model))
+    training.same_settings(folder, args, "prompts", "order", "temperatures", "dual", "block_size",
+                           teacher=checkpoints.fingerprint(model))
     decoder = cdlm.Decoder(model, tokenizer.mask_id, "dual" if args.dual else "teacher", order=args.order,
                            batch_size=args.batch, record=True, block_size=args.block_size)
     cells = [(number, temperature) for number in range(args.prompts) for temperature in args.temperatures]
@@ -309,8 +309,8 @@ def main():
         if mask_id >= config.vocab_size:
             raise ValueError(f"{folder}: the mask token {mask_id} is not in the vocabulary of the weights, "
                              f"{config.vocab_size} tokens")
-    training.same_settings(args.out, target=checkpoints.fingerprint(checkpoints.load(args.target)),
-                           answers=args.answers, examples=args.examples, prompt_length=args.prompt_length)
+    training.same_settings(args.out, args, "answers", "examples", "prompt_length",
+                           target=checkpoints.fingerprint(checkpoints.load(args.target)))
     target = with_mask(args.target, f"{args.out}/target")
     tokenizer = Tokenizer.load(target)
     if args.teacher and Tokenizer.load(args.teacher).known != tokenizer.known:
@@ -324,8 +324,7 @@ def main():
         data = collect_trajectories(args, tokenizer, example, trajectories, teacher)
     with locked(student):
         # Also a finished student is not taken for another one.
-        training.same_settings(student, weights=args.weights, reverse_kl=args.reverse_kl, lr=args.lr,
-                               seed=args.seed, steps=args.steps)
+        training.same_settings(student, args, "weights", "reverse_kl", "lr", "seed", "steps")
         train(args, tokenizer, example, student, teacher, 2e-4, args.weights, data)
 
 

@@ -109,7 +109,7 @@ def clip_attention(model, x, limit):
         weight[c.n_head:c.n_head + c.n_kv_head] *= scale
         return dense_attend()(layer, q, k, v)
 
-    model(x, torch.arange(x.shape[1], device=x.device)[None], attend)
+    model(x, attend=attend)
 
 
 @torch.no_grad()
@@ -121,8 +121,7 @@ def evaluate(model, tokenizer):
         for seed in range(6):
             problem = tasks.make(family, seed, "heldout")
             ids, learn = (torch.tensor(x, device=model.device) for x in corpus.encode(tokenizer, problem))
-            positions = torch.arange(len(ids), device=model.device)
-            logits = model.logits(model(ids[None], positions[None], dense_attend()))[0, :-1]
+            logits = model.logits(model(ids[None]))[0, :-1]
             losses.append(F.cross_entropy(logits[learn[1:]], ids[1:][learn[1:]]).item())
         out[family] = round(sum(losses) / len(losses), 4)
     return out
@@ -160,22 +159,20 @@ def main():
     # 2. The loop. Muon is for the matrices of the blocks, AdamW for embeddings and norms.
     with locked(args.out):
         run = Run(args, args.out, model, len(plan), args.lr)
-        attend = dense_attend()
         for step in run.steps():
             length, tokens = plan[step]
             x, y, learn = batch_of_step(tokenizer, args, step, length)
-            positions = torch.arange(length, device=x.device)[None]
             if step % CLIP_EVERY == 0:
                 clip_attention(model, x[:1, :1024], LOGIT_LIMIT)
 
             # The loss: the next token of every response, or with a teacher its whole distribution.
             with bf16(args.device):
-                logits = model.logits(model(x, positions, attend)[learn]).float()
+                logits = model.logits(model(x)[learn]).float()
                 if teacher is None:
                     loss = F.cross_entropy(logits, y[learn])
                 else:
                     with torch.no_grad():
-                        goal = teacher.logits(teacher(x, positions, attend)[learn])
+                        goal = teacher.logits(teacher(x)[learn])
                     loss = Divergence(goal)(logits).mean()
 
             # One step of the optimiser.

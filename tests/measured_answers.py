@@ -61,8 +61,8 @@ def decoders(model, tokenizer):
                           ("margin", {"choose": margin}), ("entropy", {"choose": entropy})):
         with mock.patch.multiple(cdlm, **changed):
             decoder = methods.make_engine("cdlm", model, methods.settings(), 8)
-            row = studies.solve(decoder, held_out, tokenizer)
-        out[name] = {key: row[key] for key in ("problems", "solved", "steps")}
+            row = studies.figures([studies.solve(decoder, held_out, tokenizer)])
+        out[name] = {"problems": len(held_out), **{key: row[key] for key in ("solved", "steps")}}
     return out
 
 

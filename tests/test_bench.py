@@ -314,7 +314,7 @@ def test_every_batch_size_has_its_best_number_of_drafts(monkeypatch):
     costs = {"verify": grid([1, 9], [1, 17], [0], [[[1], [1]], [[1], [17]]]),
              "draft": {"ngram": grid([1, 9], [1], [0], [[[0]], [[0]]])}}
     monkeypatch.setattr(measure, "acceptance", lambda *_: 0.8)
-    monkeypatch.setattr(run, "traces_of", lambda *_, **__: some)
+    monkeypatch.setattr(run, "traces_of", lambda *_, **__: (["ngram"], some))
     found = profiled(monkeypatch, toy_target(), ["ngram"], costs)["about"]["best_k"]
     drafts = [found[str(batch)]["ngram"] for batch in range(1, 10)]
     assert drafts[0] > drafts[2] > drafts[4] > drafts[8] == 1 and drafts == sorted(drafts, reverse=True)

@@ -500,7 +500,7 @@ def test_blocks_behind_the_end_of_text_are_not_decoded(model, monkeypatch):  # 1
 def test_problems_fit_and_fill_up_with_ends_of_text(family, split):
     tokenizer = Tokenizer.load(TARGET)
     problem, prompt, answer = tasks.fitting(tokenizer, family, 3, split, 256)
-    body = tokenizer.response_ids(problem.think, problem.answer)
+    body = tokenizer.response_ids(problem)
     assert answer == body + [tokenizer.special["<|eos|>"]] * (256 - len(body))
     assert len(prompt) <= tasks.LONGEST_PROMPT
     assert tasks.is_heldout(problem.prompt) == (split == "heldout")

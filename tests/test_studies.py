@@ -257,9 +257,7 @@ def test_students_of_other_trainings_are_compared(toy, small, tmp_path, monkeypa
     assert found["short"].count("\n") == 1 + 2  # the first "all", and "other"
     # Each is compared with the first of its group, at its threshold: shares of the eight problems in eighths.
     right = iter((0, 0, 2, 2, 4, 8, 7, 5))  # two seeds of long/all
-    solve = lambda *_: {
-        "runs": ([i < n for n in [next(right)] for i in range(8)], [4] * 8, [40] * 8)
-    }
+    solve = lambda *_: ([i < n for n in [next(right)] for i in range(8)], [4] * 8, [40] * 8)
     monkeypatch.setattr(diffusion, "solve", solve)
     rows = diffusion.cdlm_ablations(args, target, tokenizer)["rows"]
     assert [r["more"] for r in rows] == [0, 0, 4 / 8, 6 / 8, 0, 0]
@@ -351,7 +349,7 @@ def test_more_chains_are_drafted_and_one_is_selected(toy, monkeypatch):
     assert whole(found["table"])
     # --k is the number of drafts of the others.
     toy[0].k = 3
-    drafters.compare("arms", {"a": ("specdiff", toy[0].drafter)}, 1, *toy, "selection")
+    drafters.compare("arms", {"a": f"specdiff --drafter {toy[0].drafter}"}, 1, *toy, "selection")
     assert (1, 3, None) in seen
 
 
@@ -368,7 +366,8 @@ def test_a_real_models_greedy_answers_end_before_they_loop(monkeypatch, shipped)
     assert lengths == {"a": 10, "b": 6}
     assert "1 of 2 greedy answers" in note and "after 10 tokens" in note
     # Traces and prices are of the same answers.
-    some = run.traces_of({}, constant, args, tokenizer, run.Size(30, 1, {}, {}, {}, 4, {}), 1)
+    monkeypatch.setattr(methods, "chain_drafters", lambda *_: {})
+    _, some = run.traces_of(args, constant, tokenizer, run.Size(30, 1, {}, {}, {}, 4, {}), 1)
     assert [t.n_out for t in some] == [10, 6]
 
 
@@ -414,7 +413,7 @@ def test_adaptive_and_the_price_table_draft_whole_windows(shipped, capsys):
     """Chains may be longer than in training, a window may not."""
     found = methods.chain_drafters(shipped[0], methods.settings(), 32)
     assert (
-        found["prism"].depth == 32
+        found["prism"].gamma == 32
         and found["specdiff"].gamma == found["specdiff"].config.gamma < 32
     )
     # One that cannot be used is named.

@@ -5,6 +5,7 @@ import random
 import pytest
 from conftest import TARGET, refused, table
 
+from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import gguf_file
 
@@ -75,7 +76,7 @@ def test_digits_are_single_tokens(tokenizer):
 
 def test_templates(tokenizer):
     assert tokenizer.decode(tokenizer.prompt_ids("hi")) == "<|bos|><|prompt|>hi<|think|>"
-    ids = tokenizer.response_ids("so ", "42")
+    ids = tokenizer.response_ids(tasks.Problem("arith", "", "so ", "42"))
     assert [tokenizer.answer_text(some) for some in (ids, ids[:-1], [1, 2])] == ["42", "42", ""]
     assert tokenizer.decode_bytes([5, 999999]) == tokenizer.decode_bytes([5])
 

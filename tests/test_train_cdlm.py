@@ -497,7 +497,7 @@ BAD = """
 {toy} --weights 1 -1 0 | and one of them above 0, got 1 -1 0
 {toy} --weights nan 1 0 | and one of them above 0, got nan 1 0
 {toy} --temperatures 0 -1 | temperature -1.0 is out of range
-nowhere | cannot read nowhere: No such file
+nowhere | cannot read nowhere/tokenizer.json: No such file
 {toy} --prompt-length 400 | exceed the context of 512
 {toy} --name teacher | name must be none of target, teacher, trajectories, got 'teacher'
 {toy} --name ./teacher/ | name must be none of target, teacher, trajectories, got './teacher/'

@@ -200,13 +200,15 @@ class GPT(nn.Module):
     def dtype(self):
         return self.embed.weight.dtype
 
-    def forward(self, tokens, positions, attend, feature_layers=()):
+    def forward(self, tokens, positions=None, attend=None, feature_layers=()):
         """Final hidden states (..., C), after the last norm, of tokens (...) at positions (...);
-        feature_layers as for `body`.
+        feature_layers as for `body`. By default tokens (B, T) are whole sequences, and attention is causal.
 
         attend(layer, q (..., H, D), k (..., G, D), v (..., G, D)) -> (..., H, D); positions are already
         applied to q and k."""
-        return body(self, self.rope, self.embed(tokens), positions, attend, feature_layers)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return body(self, self.rope, self.embed(tokens), positions, attend or dense_attend(), feature_layers)
 
     def logits(self, hidden):
         """(..., C) -> (..., V)."""

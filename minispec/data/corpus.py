@@ -14,12 +14,10 @@ WEIGHTS = (0.40, 0.12, 0.12, 0.20, 0.16)       # how often each of tasks.FAMILIE
 TOKENS_PER_LINE = 48                           # of a `trace` program: 10 in the prompt, 38 in the chain
 
 
-def draw(rng, max_tokens, longest=False):
+def draw(rng, max_tokens, longest):
     """A random training problem. `trace` programs get as long as max_tokens allows: log-uniform, or the full
     length where `longest`."""
-    family = "trace"
-    if not longest:
-        family = rng.choices(tasks.FAMILIES, WEIGHTS)[0]
+    family = "trace" if longest else rng.choices(tasks.FAMILIES, WEIGHTS)[0]
     # Sizes from the trained range, as far as the tokens allow.
     low, high = tasks.SIZES[family]
     if family == "trace":
@@ -36,7 +34,7 @@ def draw(rng, max_tokens, longest=False):
 def encode(tokenizer, problem):
     """(ids, learn): token ids of one problem, and whether each is a target of the loss."""
     head = tokenizer.prompt_ids(problem.prompt)
-    body = tokenizer.response_ids(problem.think, problem.answer)
+    body = tokenizer.response_ids(problem)
     return head + body, [False] * len(head) + [True] * len(body)
 
 
@@ -47,13 +45,11 @@ def sequence(tokenizer, seed, n, length):
     ids = [tokenizer.special["<|bos|>"]]
     learn = [False]
     # Most long sequences begin with one program that fills them; the rest are packed problems.
-    if length > 2048 and rng.random() < 0.7:
-        problem = draw(rng, length, longest=True)
-    else:
-        problem = draw(rng, min(length, 1536))
+    longest = length > 2048 and rng.random() < 0.7
     while len(ids) <= length:
+        problem = draw(rng, length if longest else min(length, 1536), longest)
         more_ids, more_learn = encode(tokenizer, problem)
         ids += more_ids[1:]                                 # without <bos>: the sequence has one
         learn += more_learn[1:]
-        problem = draw(rng, min(length, 1536))
+        longest = False
     return torch.tensor(ids[:length + 1]), torch.tensor(learn[:length + 1])

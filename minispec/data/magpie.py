@@ -38,7 +38,7 @@ def written(target, tokenizer, folder):
     seen = {""}
     engine = Engine(target, SyncScheduler, TOGETHER)
     for shard in itertools.count():
-        file = os.path.join(folder, f"own-{shard:05d}.json")
+        file = f"{folder}/own-{shard:05d}.json"
         if not os.path.exists(file):
             write_json(file, _write(engine, tokenizer, range(shard * TURNS, (shard + 1) * TURNS)))
         new = [text for text in dict.fromkeys(read_json(file)) if text not in seen]

@@ -39,7 +39,7 @@ ASKS = ("Summarize: {}", "Summarize the following text in a few sentences.\n\n{}
         "Read the text and answer: who is it about, and what do they do?\n\n{}",
         "Passage: {}\n\nQuestion: what is the main point of the passage?\nAnswer:")
 BOOKS = "standardebooks"
-HELD_OUT = ("princess-and-the-goblin",)      # books that benchmarks use
+HELD_OUT = "princess-and-the-goblin"         # the book that benchmarks use
 # set: (the most lines used, fields of the prompt, field of the answer)
 SETS = {
     "gsm8k/train.jsonl": (9000, ["question"], "answer"),
@@ -87,7 +87,7 @@ def passages(folder, rng):
     """(a task on a passage, "") of the books in a folder; every fourth asks for what comes next, and has the
     book's own words as its answer."""
     for path in sorted(folder.glob("*.txt")):
-        if any(name in path.name for name in HELD_OUT):
+        if HELD_OUT in path.name:
             continue
         with naming(path):
             text = path.read_text("utf-8")

@@ -73,7 +73,7 @@ def story():
 def load_named(name, data=None):
     """The prompts of a public file, by name, under the data folder. ValueError says where to get the file."""
     path, source = PROMPT_FILES[name]
-    file = os.path.join(data or "", path)
+    file = f"{data or '.'}/{path}"
     if not os.path.exists(file):
         raise ValueError(f"there is no {file}; get it from {source}, and give --data DIR or set "
                          "MINISPEC_DATA to the folder with it")
@@ -120,7 +120,7 @@ def problem_of(row):
         answer = row["answer"] if "answer" in row else boxed(row.get("solution", "")) or ""
         think = f"{row['solution']}\n" if row.get("solution") else ""
         if "\\boxed" not in prompt:
-            prompt += "\n" + BOXED
+            prompt += f"\n{BOXED}"
     elif about := row.get("input") or row.get("context"):
         prompt += "\n\n" + about
     # 2. The answer.

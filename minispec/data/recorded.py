@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from minispec import SHIPPED
-from minispec.core.gpt import dense_attend
 from minispec.core.verify import LEAST_TEMPERATURE, Sampling, argmax
 from minispec.tools import checkpoints, training
 from minispec.tools.files import naming, read_rows, read_tensors
@@ -144,8 +143,7 @@ def states(target, ids, learn, temperature):
     """The other fields of a Batch, from a forward of the target over texts ids (B, S) whose answers were
     sampled at temperature (B,). At temperature 0 the target is a point mass, and log_p is 0."""
     width = target.config.d_model
-    positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-    features = target(ids, positions, dense_attend(), feature_layers_of(target.config))  # (B, S, (F + 1) * C)
+    features = target(ids, feature_layers=feature_layers_of(target.config))      # (B, S, (F + 1) * C)
     # The rows in front of the answer's tokens guess them.
     learn = learn[:, 1:]                                 # (B, S - 1) whether the token after a row is one
     hidden = features[:, :-1][learn][:, -width:]
@@ -183,7 +181,7 @@ def record(args):
         value = getattr(args, name)
         if value not in (None, []):
             values = value if isinstance(value, list) else [value]
-            command += ["--" + name.replace("_", "-"), *map(str, values)]
+            command += [f"--{name.replace('_', '-')}", *map(str, values)]
     if args.minutes:
         # Once the training has begun, no more answers are made.
         begun, minutes = Path(args.out, "begun"), str(args.minutes / 2)

@@ -195,8 +195,8 @@ def main():
     target = checkpoints.load(args.target, args.device, training.fast_dtype(args.device))
     tokenizer = Tokenizer.load(args.target)
     # Answers in the folder must be the same target's.
-    training.same_settings(args.out, target=checkpoints.fingerprint(target), temperature=args.temperature,
-                           max_new_tokens=args.max_new_tokens)
+    training.same_settings(args.out, args, "temperature", "max_new_tokens",
+                           target=checkpoints.fingerprint(target))
     # Where prompts have a date, it stays the day on which the folder was begun (copies must keep file times).
     tokenizer.now = time.localtime(os.path.getmtime(f"{args.out}/settings.json"))
     rows = given(args, target, tokenizer) if args.given else []          # not counted in --minutes

@@ -95,7 +95,7 @@ def fitting(tokenizer, family, seed, split, length):
         size = rng.randint(low, high)
         problem = make(family, rng.randrange(1 << 40), split, size)
         prompt = tokenizer.prompt_ids(problem.prompt)
-        answer = tokenizer.response_ids(problem.think, problem.answer)
+        answer = tokenizer.response_ids(problem)
         if len(prompt) <= LONGEST_PROMPT and len(answer) <= length:
             return problem, prompt, answer + answer[-1:] * (length - len(answer))
         high = max(size - 1, low)

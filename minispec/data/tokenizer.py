@@ -12,7 +12,6 @@ are not special, such as "<tool_call>", are recognised in any text.
 import functools
 import itertools
 import json
-import os
 import re
 import time
 import unicodedata
@@ -97,10 +96,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path):
-        """From a model folder, its tokenizer.json or a GGUF file. ValueError names the file and the error."""
+        """From a model folder or a GGUF file. ValueError names the file and the error."""
         gguf = gguf_file.is_gguf(path)
-        file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) and not gguf else path
-        source, *chat = [file] if gguf else _chat_of(Path(file).parent)
+        file = path if gguf else f"{path}/tokenizer.json"
+        source, *chat = [file] if gguf else _chat_of(Path(path))
         with naming(file):
             read = _from_gguf if gguf else _from_json
             out = cls(*read(file), *chat)
@@ -190,10 +189,10 @@ class Tokenizer:
 
     # -- answers -----------------------------------------------------------------------------------------
 
-    def response_ids(self, think, answer):
-        """The answer that puzzle models are trained to write: think<answer>answer<eos>."""
+    def response_ids(self, problem):
+        """The answer to a problem that puzzle models are trained to write: think<answer>answer<eos>."""
         mark, end = self.special["<|answer|>"], self.special["<|eos|>"]
-        return [*self.encode(think), mark, *self.encode(answer), end]
+        return [*self.encode(problem.think), mark, *self.encode(problem.answer), end]
 
     def answer_text(self, ids):
         """The answer up to the end of text, without its chain of thought: the text after <|answer|> of a
@@ -265,7 +264,7 @@ def _chat_of(folder):
             ids = read_json(config, {}).get("eos_token_id")
         ends += ids if isinstance(ids, list) else [ids]
     own = folder / "chat_template.jinja"
-    if os.path.exists(own):
+    if own.exists():
         file = own
         with naming(file):
             template = file.read_text("utf-8")

@@ -23,6 +23,7 @@ FIRST = 3000                    # seed of the first held-out problem used here
 POINTS = (0.9, cdlm.THRESHOLD, 0.998)    # thresholds: the paper's, the default, and one for accuracy
 BATCHES = {1: 5, 4: 8, 16: 16}  # of the timed runs, and their problems
 REPEATS = 3
+CUT = ("teacher", {"steps_a_block": 8, "order": "surest"})       # several slots a step
 SETTINGS = {
     "decoder": "{decoder}",
     "steps a block": "{steps_a_block}",
@@ -55,7 +56,7 @@ def cdlm_curves(args, model, tokenizer):
     cells = [(name, {"threshold": t}) for name in ("student", "dual") for t in POINTS]
     cells += [("student", {"threshold": cdlm.THRESHOLD, "block_size": n}) for n in (4, 8, 16)]
     cells += [("teacher", {"threshold": t}) for t in POINTS[:2]]
-    cells += [("teacher", {"steps_a_block": 8, "order": "surest"})]
+    cells += [CUT]
     return compare("cdlm_curves", args, model, tokenizer, cells, 4 if args.quick else 20)
 
 
@@ -65,9 +66,11 @@ def compare(study, args, model, tokenizer, cells, n):
     problems = held_out(tokenizer, n)
 
     def measure(name, settings):
-        row = solve(decoder_of(name, settings, models, args, tokenizer, 16), problems, tokenizer)
-        del row["runs"]
-        return {"decoder": name, **settings, **row}
+        runs = solve(decoder_of(name, settings, models, args, tokenizer, 16), problems, tokenizer)
+        by_family = {family: statistics.mean(r for r, p in zip(runs[0], problems) if p.family == family)
+                     for family in tasks.FAMILIES}
+        return {"decoder": name, **settings, "problems": len(problems), "by_family": by_family,
+                **figures([runs])}
 
     rows = each_kept(study, args, model, cells, measure)
     return {"rows": rows, "about": dtype_of(args), "table": table(rows, {**SETTINGS, **BY_FAMILY, **ACCURACY})}
@@ -107,14 +110,10 @@ def held_out(tokenizer, n):
 
 
 def solve(decoder, problems, tokenizer):
-    """The result row of a decoder's answers. row["runs"]: for each problem whether it is solved, its steps, its
-    tokens."""
+    """Of a decoder's answers, for each problem: whether it is solved, its steps, its tokens."""
     generations = decoder.generate(requests_of(problems, tokenizer, decoder.model, cdlm.GEN_LENGTH))
     right = [verdict(p, g, tokenizer) for p, g in zip(problems, generations)]
-    by_family = {family: statistics.mean(r for r, p in zip(right, problems) if p.family == family)
-                 for family in tasks.FAMILIES}
-    runs = right, [len(g.rounds) for g in generations], [len(g.token_ids) for g in generations]
-    return {"problems": len(problems), "by_family": by_family, "runs": runs, **figures([runs])}
+    return right, [len(g.rounds) for g in generations], [len(g.token_ids) for g in generations]
 
 
 def figures(runs):
@@ -130,7 +129,7 @@ def figures(runs):
 def cdlm_speed(args, model, tokenizer):
     """Seconds an answer by batch size: plain decoding without and with a drafter, the teacher, the student.
     Solved problems are those of the other studies, if they have results."""
-    cells = [("teacher", {}), ("ar", {}), ("prism", {}), ("teacher", {"steps_a_block": 8, "order": "surest"})]
+    cells = [("teacher", {}), ("ar", {}), ("prism", {}), CUT]
     cells += [(name, {"threshold": cdlm.THRESHOLD}) for name in ("teacher", "dual")]
     cells += [("student", {"threshold": t}) for t in POINTS]
     models = models_of(args, model)
@@ -173,7 +172,7 @@ def speed_of(name, settings, runs, naive, known):
     mine, theirs = (np.array([latency(run) for run in some]) for some in (runs, naive))
     cell = {"decoder": "ar" if name in methods.METHODS else name, **settings}
     solved = [row["solved"] for row in known
-              if cell == {key: row[key] for key in CELL if row.get(key) is not None}]
+              if all(row.get(key) == cell.get(key) for key in CELL)]
     rounds = [len(g.rounds) for g in runs[0].generations]
     ratios = theirs / mine
     return {"decoder": name, **settings, "latency": float(np.median(mine)),
@@ -210,7 +209,7 @@ def cdlm_ablations(args, model, tokenizer):
         for folder in arms[group, name]:
             student = checkpoints.load(folder, model.device, fast_dtype(args.device))
             decoder = cdlm.Decoder(student, tokenizer.mask_id, threshold=threshold, batch_size=16)
-            runs.append(solve(decoder, problems, tokenizer)["runs"])
+            runs.append(solve(decoder, problems, tokenizer))
         row = {"group": group, "training": name.replace("_", " "), "seeds": len(runs),
                "threshold": threshold, **figures(runs)}
         return row, np.array(runs)[:, 0].mean(0).tolist()

@@ -4,6 +4,7 @@
     arms      the same for the drafters of other trainings, in folders --drafter/GROUP/NAME
     chains    SpecDiff with self-selection: by number of chains, their temperature, and drafts of a window
 """
+import shlex
 from itertools import product
 from pathlib import Path
 
@@ -24,9 +25,8 @@ TEMPERATURES = (0.0, 0.7)
 
 def tau(args, model, tokenizer):
     """The trained drafters of this target."""
-    ready = methods.ready(args)
-    names = [name for name in sorted(methods.TRAINED) if name in ready]
-    drafters = {f"k = {k}: {name}": (f"{name} --k {k}", None)
+    names = sorted(methods.TRAINED.keys() & methods.ready(args))
+    drafters = {f"k = {k}: {name}": f"{name} --k {k}"
                 for k, name in product([args.k] if args.k else LENGTHS, names)}
     return compare("tau", drafters, 10, args, model, tokenizer)
 
@@ -39,7 +39,7 @@ def arms(args, model, tokenizer):
         group, name = file.parts[-3:-1]
         kind = drafter_files.kind_of(file.parent)
         if kind in methods.TRAINED:
-            drafters[f"{group}: {name}"] = (kind, str(file.parent))
+            drafters[f"{group}: {name}"] = f"{kind} --drafter {shlex.quote(str(file.parent))}"
     return compare("arms", drafters, 2, args, model, tokenizer)
 
 
@@ -48,17 +48,16 @@ def chains(args, model, tokenizer):
     are drawn at temperature T_q; in an answer's last gamma K tokens fewer chains fit."""
     if "specdiff" not in methods.ready(args):
         raise LeftOut("chains needs a SpecDiff drafter")
-    options = {f"K = {k}": f"--k-drafts {k}" for k in (1, 2, 4, 8)}
+    drafters = {f"K = {k}": f"specdiff --k-drafts {k}" for k in (1, 2, 4, 8)}
     for k in (2, 4, 8):
-        options[f"K = {k}, T_q = 0.7"] = f"--k-drafts {k} --draft-temperature 0.7"
+        drafters[f"K = {k}, T_q = 0.7"] = f"specdiff --k-drafts {k} --draft-temperature 0.7"
     for gamma in (4, 8, 16):
-        options[f"K = 1, gamma = {gamma}"] = f"--k {gamma}"
-    drafters = {name: (f"specdiff {more}", None) for name, more in options.items()}
+        drafters[f"K = 1, gamma = {gamma}"] = f"specdiff --k {gamma}"
     return compare("chains", drafters, 2, args, model, tokenizer, "selection")
 
 
 def compare(study, drafters, n, args, model, tokenizer, rule="coupled"):
-    """tau of {name: (method with options, folder)} on n problems of each workload, with five drafts a chain
+    """tau of {name: method with options} on n problems of each workload, with five drafts a chain
     in every round, or --k. A name may begin with a group and a colon."""
     if not drafters:
         raise LeftOut(f"{study} needs trained drafters; those of arms are in folders --drafter/GROUP/NAME")
@@ -66,8 +65,7 @@ def compare(study, drafters, n, args, model, tokenizer, rule="coupled"):
     cells = list(product(TEMPERATURES, drafters))
 
     def measured(temperature, name):
-        method, folder = drafters[name]
-        engine = engine_of(method, model, args, 8, drafter=folder, k=args.k or DRAFTS)
+        engine = engine_of(drafters[name], model, args, 8, k=args.k or DRAFTS)
         sampling = Sampling(temperature, rule=rule)
         return counts_of(engine, requests_of(problems, tokenizer, model, NEW, sampling))
 

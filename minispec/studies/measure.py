@@ -23,16 +23,17 @@ import statistics
 import time
 from collections import defaultdict
 from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from minispec.core.attention import FullKeys, packed_attend
+from minispec.core.attention import FullKeys
 from minispec.core.drafters import Drafter
 from minispec.core.engine import Engine
 from minispec.core.kv_cache import KVCache, whole_blocks
-from minispec.core.requests import Request
+from minispec.core.requests import Request, Segment, pack
 from minispec.core.scheduler import SyncScheduler
 from minispec.core.verify import verify_tree
 from minispec.traces import Trace
@@ -61,10 +62,9 @@ class Half(Engine):
     rejected, and the drafter has to read the accepted ones in the next round."""
 
     def verify(self, segments, logits):
-        halves = [(len(s.drafts) + 1) // 2 for s in segments]
-        verdicts = super().verify(segments, logits)
         # Rows of the accepted drafts; row 0 is the root.
-        return [(list(range(1, half + 1)), token) for half, (_, token) in zip(halves, verdicts)]
+        return [(list(range(1, (len(s.drafts) + 3) // 2)), token)
+                for s, (_, token) in zip(segments, super().verify(segments, logits))]
 
 
 def round_seconds(model, drafter, rows, context, drafts, repeats=1):
@@ -102,8 +102,8 @@ def _rounds(model, drafter, rows, context, order):
     context = max(1, context - gained // 2)
     longest = sum(order) + len(order) + most + 1
     c = model.config
-    prompts = [[(7 * i + 3 * row) % c.vocab_size for i in range(context + 1)] for row in range(rows)]
-    requests = [Request(prompt, longest) for prompt in prompts]
+    requests = [Request([(7 * i + 3 * row) % c.vocab_size for i in range(context + 1)], longest)
+                for row in range(rows)]
     # On a GPU this creates the drafter's graph memory, in which the prompts' hidden states must lie.
     engine._prepare(requests)
     engine.waiting.clear()
@@ -129,8 +129,7 @@ def prefill_seconds(model, rows, prompt_len, repeats):
     for _ in range(repeats + 1):
         engine = Engine(model, SyncScheduler, rows, prefill_chunk=prompt_len)
         # Prompts that begin alike would share their blocks.
-        prompts = [[1 + row, *(1 + i % 7 for i in range(1, prompt_len))] for row in range(rows)]
-        engine.generate([Request(ids, 1) for ids in prompts])
+        engine.generate([Request([row] * prompt_len, 1) for row in range(rows)])
         out.append(sum(engine.seconds.values()))
     return statistics.median(out[1:])
 
@@ -155,7 +154,7 @@ def cost_table(model, drafters, rows=(1, 4, 16), contexts=(64, 512, 2048), draft
                          f"{max(drafts)} drafts in it")
     asked = {name: sorted({min(k, d.gamma) for k in drafts if k}) for name, d in drafters.items()}
     times = defaultdict(list)
-    for b, c in tqdm([(b, c) for _ in range(passes) for b in rows for c in contexts], desc="rounds"):
+    for b, c in tqdm(list(product(rows, contexts)) * passes, desc="rounds"):
         for name, timed in time_all(model, drafters, asked, drafts, b, c):
             for k, seconds in timed.items():
                 times[name, b, c, k] += seconds
@@ -232,22 +231,18 @@ def clock(f):
 def forward_seconds(model, lengths, rows):
     """(seconds of a forward, seconds of its attention), medians, for requests with `lengths` cached tokens
     and `rows` new tokens each. Attention is timed as a forward minus a forward without attention."""
-    c, n = model.config, rows * len(lengths)
     slots = sum(whole_blocks(t + rows) + whole_blocks(1) for t in lengths)
-    cache = KVCache(c, slots, model.dtype, model.device)
+    cache = KVCache(model.config, slots, model.dtype, model.device)
     places = [cache.open(t + rows) for t in lengths]
-    tokens = torch.zeros(n, dtype=torch.long, device=model.device)
-    positions = torch.cat([torch.arange(t, t + rows) for t in lengths]).to(model.device)
 
-    def seconds(attend):
-        return clock(lambda: model.logits(model(tokens, positions, attend)))
-
-    def attention():
-        keys = [FullKeys(cache, blocks, t, rows) for blocks, t in zip(places, lengths)]
-        return packed_attend([(i * rows, i * rows + rows, one) for i, one in enumerate(keys)])
+    def seconds(attend=None):
+        x = pack([Segment(None, [0] * rows, t, FullKeys(cache, blocks, t, rows))
+                  for blocks, t in zip(places, lengths)], model.device)
+        attend = attend or x.attend
+        return clock(lambda: model.logits(model(x.tokens, x.positions, attend)))
 
     # The first repeat compiles kernels.
-    times = [(seconds(attention()), seconds(lambda layer, q, k, v: q)) for _ in range(10)][1:]
+    times = [(seconds(), seconds(lambda layer, q, k, v: q)) for _ in range(10)][1:]
     whole, rest = (statistics.median(x) for x in zip(*times))
     return whole, max(whole - rest, 1e-9)
 

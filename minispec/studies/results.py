@@ -11,6 +11,7 @@ import os
 import platform
 import random
 import re
+import shlex
 import statistics
 import sys
 import time
@@ -61,9 +62,9 @@ def problems_of(tokenizer, n, data=None, first=0):
     else:
         story = prompts.story()
         pages = [story[i:i + PAGE] for i in range(0, len(story) - PAGE, PAGE)]
-        some = [tasks.Problem("questions", q + "\n") for q in prompts.QUESTIONS]
-        some += [tasks.Problem("story", page + SUMMARISE + "\n") for page in pages]
-        some += [tasks.Problem("edit", REWRITE + page + "\n") for page in pages]
+        some = [tasks.Problem("questions", f"{q}\n") for q in prompts.QUESTIONS]
+        some += [tasks.Problem("story", f"{page}{SUMMARISE}\n") for page in pages]
+        some += [tasks.Problem("edit", f"{REWRITE}{page}\n") for page in pages]
     out = {}
     for p in some:
         out.setdefault(p.family, []).append(p)
@@ -77,7 +78,7 @@ def edits(data):
     """The rewriting tasks of the instruction file, those with an instruction and a text to rewrite. The
     drafters' training reads the same file, so these are the ones that it holds out."""
     file = "instruct/instruction-data.json"
-    with naming(os.path.join(data, file)):
+    with naming(f"{data}/{file}"):
         rows = mixture.rows_of(Path(data), file)
         some = [f"{prompt}\n" for prompt, _ in rows if "\n" in prompt and prompt.startswith(EDITS)]
     return [tasks.Problem("edit", prompt) for prompt in some if tasks.is_heldout(prompt)]
@@ -88,7 +89,7 @@ def edits(data):
 def engine_of(name, model, args, batch, **changes):
     """The engine of a method whose name may have options, like "prism --tree 8". args: the other settings,
     which `changes` override."""
-    method, *options = name.split()
+    method, *options = shlex.split(name)
     settings = methods.settings(*options, **{**vars(args), **changes})
     return methods.make_engine(method, model, settings, batch)
 
@@ -211,7 +212,7 @@ def per_round(counts):
 
 def path(file):
     """The path of a file of results/."""
-    return os.path.join(FOLDER, file)
+    return f"{FOLDER}/{file}"
 
 
 def device_name(device="cpu"):
@@ -219,10 +220,9 @@ def device_name(device="cpu"):
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
     # Linux has the name of the processor in a file, other systems have no such file.
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as f:
-            if model := re.search(r"model name\s*: (.*)", f.read()):
-                name = model[1]
+    info = Path("/proc/cpuinfo")
+    if info.exists() and (model := re.search(r"model name\s*: (.*)", info.read_text())):
+        name = model[1]
     # The price of bf16 depends on this, and the processor's name does not always show it.
     products = " with bf16 products" if torch.bfloat16 in PACKED_TYPES else ""
     return f"{name}{products}, {torch.get_num_threads()} threads"
@@ -234,22 +234,20 @@ def dtype_name(model):
 
 def write(name, result, seconds, device="cpu", dtype=""):
     """Write NAME.json, with the command, machine and date of the measurement, and remove NAME.part."""
-    part = path(name + ".part")
-    if os.path.exists(part):
-        # Of all runs, if the study was interrupted.
-        seconds = max(seconds, read_json(part)["seconds"])
+    part = path(f"{name}.part")
+    # Of all runs, if the study was interrupted.
+    seconds = max(seconds, read_json(part, {"seconds": 0})["seconds"])
     measured = {"device": device_name(device), "dtype": dtype, "torch": torch.__version__}
     # The inputs of `bounds` may have been measured elsewhere.
     measured |= {key: x for key, x in result.get("about", {}).items() if key in measured}
-    write_json(path(name + ".json"), {
+    write_json(path(f"{name}.json"), {
         "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
         **measured,
         "date": time.strftime("%Y-%m-%d"),
         "seconds": round(seconds, 1),
         "result": result,
     })
-    if os.path.exists(part):
-        os.remove(part)
+    Path(part).unlink(missing_ok=True)
 
 
 def each_kept(name, args, model, cells, measure, **more):

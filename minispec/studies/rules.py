@@ -147,6 +147,6 @@ def rules_table(rows):
         about = {"drafter": x["method"], "T": f"{x['temperature']:g}"}
         line = lines.setdefault(tuple(about.values()), about)
         for figure in ("accepted", "tau"):
-            low, high = x[figure + "_range"]
+            low, high = x[f"{figure}_range"]
             line[f"{figure}, {x['rule']}"] = f"{x[figure]:.2f} ({low:.2f}-{high:.2f})"
     return list(lines.values())

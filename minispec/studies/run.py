@@ -77,8 +77,7 @@ def profile(args, model, tokenizer):
     on problems that no other study uses, if a workload has enough of them. Also writes costs.json, except
     with --quick."""
     how = size(args, tokenizer)
-    drafters = methods.chain_drafters(model, args, how.deepest)
-    some = traces_of(drafters, model, args, tokenizer, how, 1, first=PRICED)
+    drafters, some = traces_of(args, model, tokenizer, how, 1, first=PRICED)
     costs = measure.cost_table(model, drafters, **how.costs)
     costs["accept"] = {name: measure.acceptance(some, name) for name in drafters}
     # By batch size, the number of drafts per round with the least time on these traces. Prices of batches
@@ -132,8 +131,7 @@ def trace(args, model, tokenizer):
     """The accepted drafts of every drafter at every position of the plain loop's greedy answers. Also writes
     traces.jsonl, except with --quick."""
     how = size(args, tokenizer)
-    drafters = methods.chain_drafters(model, args, how.deepest)
-    some = traces_of(drafters, model, args, tokenizer, how, how.traced)
+    drafters, some = traces_of(args, model, tokenizer, how, how.traced)
     if not args.quick:
         traces.write_traces(results.path("traces.jsonl"), some)
     rows = []
@@ -156,14 +154,15 @@ TRACE = {
 }
 
 
-def traces_of(drafters, model, args, tokenizer, how, n, first=0):
-    """Traces of the target's greedy answers, up to the point where they begin to repeat themselves, to n
-    problems of each workload, starting with problem number `first`."""
+def traces_of(args, model, tokenizer, how, n, first=0):
+    """({name: drafter} of chains, their traces) of the target's greedy answers, up to the point where they
+    begin to repeat themselves, to n problems of each workload, starting with problem number `first`."""
+    drafters = methods.chain_drafters(model, args, how.deepest)
     problems = numbered(tokenizer, n, args.data, first)
     requests = requests_of(problems.values(), tokenizer, model, how.new)
     answers = loops.generate(engine_of("ar", model, args, 16), requests)
     outputs = {id: (g.prompt_ids, g.token_ids) for id, g in zip(problems, answers)}
-    return measure.traces_of(drafters, model, outputs, how.deepest)
+    return drafters, measure.traces_of(drafters, model, outputs, how.deepest)
 
 
 def numbered(tokenizer, n, data=None, first=0):
@@ -346,10 +345,10 @@ def methods_table(rows):
     """A line {head: text} for each method. Columns: each workload at batch 1, then the mixture of all
     workloads, in batches and sampled."""
     # The mixture repeats the other workloads' requests, so the mean leaves it out.
-    alone = [x for x in rows if x["batch"] == 1 and not x["workload"].startswith("mixed")]
     by_method = {}                                       # method: {workload: row}
-    for x in alone:
-        by_method.setdefault(x["method"], {})[x["workload"]] = x
+    for x in rows:
+        if x["batch"] == 1 and not x["workload"].startswith("mixed"):
+            by_method.setdefault(x["method"], {})[x["workload"]] = x
     plain = by_method["ar"]
     # The puzzle model was not trained on text like GSM8K, so its mean leaves GSM8K out.
     families = [w for w in plain if w in tasks.FAMILIES] or plain

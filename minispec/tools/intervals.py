@@ -14,5 +14,4 @@ def interval(figure, *samples, draws=2000):
 
 def with_range(name, figure, *samples):
     """{NAME: figure(*samples), NAME_range: its interval}."""
-    samples = [np.asarray(x) for x in samples]
     return {name: float(figure(*samples)), f"{name}_range": interval(figure, *samples)}

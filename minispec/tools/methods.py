@@ -34,6 +34,11 @@ DIFFUSION = {
 
 # -- one function per method ----------------------------------------
 
+def drafted(drafter, k, settings):
+    """The scheduler of a drafter, up to k drafts a round, with the prompt-lookup tokens of the settings."""
+    return partial(SyncScheduler, drafter=drafter, k=k, lookup=settings.prompt_lookup)
+
+
 def ar(model, settings):
     """plain autoregressive decoding, the baseline"""
     return SyncScheduler
@@ -41,14 +46,13 @@ def ar(model, settings):
 
 def ngram(model, settings):
     """prompt lookup: drafts copied from earlier text"""
-    return partial(SyncScheduler, drafter=drafters.NGram(), k=settings.k or 8)
+    return drafted(drafters.NGram(), settings.k or 8, settings)
 
 
 def draft(model, settings):
     """a small model drafts"""
     small = loaded(folder_of("draft", settings), model, settings)
-    return partial(SyncScheduler, drafter=drafters.SmallLM(small, model), k=settings.k or 4,
-                   lookup=settings.prompt_lookup)
+    return drafted(drafters.SmallLM(small, model), settings.k or 4, settings)
 
 
 def prism_chain_or_tree(model, settings, name="prism"):
@@ -61,7 +65,7 @@ def prism_chain_or_tree(model, settings, name="prism"):
     if settings.tree:
         width = max(round(settings.tree ** 0.5), 2)
         drafter = prism.PrismTreeDrafter(trained, model, depth, width, name)
-    return partial(SyncScheduler, drafter=drafter, k=settings.tree or depth, lookup=settings.prompt_lookup)
+    return drafted(drafter, settings.tree or depth, settings)
 
 
 def eagle(model, settings):
@@ -74,8 +78,7 @@ def specdiff_windows(model, settings):
     trained = _trained("specdiff", specdiff.SpecDiffConfig, model, settings)
     drafter = specdiff.SpecDiffDrafter(trained, model, settings.k, settings.k_drafts,
                                        settings.draft_temperature)
-    k = drafter.gamma * drafter.width
-    return partial(SyncScheduler, drafter=drafter, k=k, lookup=settings.prompt_lookup)
+    return drafted(drafter, drafter.gamma * drafter.width, settings)
 
 
 def self_speculation(model, settings):
@@ -101,7 +104,7 @@ def adaptive(model, settings):
         else:
             print(f"adaptive: {name} is left out: {file} has no price for it", file=sys.stderr)
     chooser = Adaptive(candidates, cost, k)
-    return partial(SyncScheduler, drafter=chooser, k=chooser.k)
+    return drafted(chooser, chooser.k, settings)
 
 
 METHODS = {
@@ -155,12 +158,12 @@ def folder_of(name, settings):
         return settings.drafter
     if name in DIFFUSION:
         name = f"cdlm/{cdlm.METHODS[name]}"
-    return os.path.join(kept(f"{ROOT}checkpoints", settings.model), name)
+    return kept(f"{ROOT}checkpoints", settings.model) + f"/{name}"
 
 
 def costs_of(settings):
     """The cost table: --cost, or the default for this model and device."""
-    return settings.cost or os.path.join(results_of(settings, f"{ROOT}results"), "costs.json")
+    return settings.cost or results_of(settings, f"{ROOT}results") + "/costs.json"
 
 
 def results_of(settings, root):
@@ -173,7 +176,7 @@ def kept(root, model):
     """The folder under root for files of this model."""
     if os.path.realpath(model) == os.path.realpath(SHIPPED):
         return root
-    return os.path.join(root, os.path.basename(os.path.abspath(model)))
+    return f"{root}/{os.path.basename(os.path.abspath(model))}"
 
 
 def _trained(name, config_class, model, settings):
@@ -297,7 +300,7 @@ OF_METHODS = {
 
 def given(args):
     """{name: option} of the settings that differ from their defaults."""
-    return {name: "--" + name.replace("_", "-")
+    return {name: f"--{name.replace('_', '-')}"
             for name, usual in vars(settings()).items() if getattr(args, name) != usual}
 
 

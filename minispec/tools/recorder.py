@@ -126,12 +126,10 @@ class Recorder:
 
     def run(self, about):
         """The run as a dict for the page, with everything that is in `about`."""
-        requests = []
-        for r in self.fed | self.heard:
-            requests.append({
-                **vars(r.generation), "heard": self.heard[r], "fed": self.fed[r], "longest": r.longest
-            })
-            self.ids.update(r.tokens)
+        known = self.fed | self.heard
+        self.ids.update(*(r.tokens for r in known))
+        requests = [{**vars(r.generation), "heard": self.heard[r], "fed": self.fed[r], "longest": r.longest}
+                    for r in known]
         # Bytes, as Latin-1: a character may span tokens.
         words = {i: self.tokenizer.decode_bytes([i]).decode("latin-1") for i in self.ids}
         return {**about, "requests": requests, "words": words}

@@ -39,7 +39,7 @@ def compare(result, plain, model, sampling):
     its answers are not compared."""
     rates = {"speedup": "decode_tokens_per_second", "speedup_end_to_end": "tokens_per_second"}
     for speedup, name in rates.items():
-        result["ar_" + name] = plain[name]
+        result[f"ar_{name}"] = plain[name]
         result[speedup] = ratio(result[name], plain[name])
     if "counts" in result:                               # a diffusion model's rate includes its prompts
         result["speedup"] = None
@@ -77,7 +77,7 @@ def table(r):
         lines.append(f"accepted by draft position: {shares}")
     shares = [f"{name} {100 * r['phase_seconds'][name] / r['seconds']:.0f} %"
               for name in ("prefill", "draft", "verify", "other")]
-    lines.append("time: " + ", ".join(shares))
+    lines.append(f"time: {', '.join(shares)}")
     if r.get("warm_up_seconds"):                         # on a GPU
         lines.append(f"warm-up, in none of these figures: {r['warm_up_seconds']:.1f} s "
                      "to compile kernels and capture CUDA graphs")

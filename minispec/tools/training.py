@@ -27,7 +27,6 @@ import time
 import zipfile
 from argparse import Namespace
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
@@ -73,8 +72,10 @@ def parsed(parser):
     return args
 
 
-def same_settings(folder, **settings):
-    """Write the settings of a folder of training data into it. ValueError where it was begun with others."""
+def same_settings(folder, args, *names, **settings):
+    """Write the settings of a folder of training data, those of `args` with these names and others, into it.
+    ValueError where it was begun with others."""
+    settings |= {name: getattr(args, name) for name in names}
     os.makedirs(folder, exist_ok=True)
     file = f"{folder}/settings.json"
     with naming(file):
@@ -121,13 +122,14 @@ def locked(folder):
     if Path(folder, "model.safetensors").exists() and not lock.exists():
         raise ValueError(f"{folder} holds a model already, and no training to continue; use another --out")
     with lock.open("w") as file:
-        if find_spec("fcntl"):                           # not on Windows
+        try:
             import fcntl
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(f"{folder} is in use by another training; "
-                                 "wait until it ends or use another --out") from None
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:                              # on Windows
+            pass
+        except BlockingIOError:
+            raise ValueError(f"{folder} is in use by another training; "
+                             "wait until it ends or use another --out") from None
         yield
 
 
@@ -252,16 +254,15 @@ class Run:
     def checkpoint(self, **results):
         """Write the log, with `results` in this record, at the end the command, and last what a resumed run
         starts from: killed in between, it does these steps again."""
-        means = {}
-        for name in self.recent[-1]:
-            means[name] = round(statistics.fmean(values[name] for values in self.recent), 5)
+        means = {name: round(statistics.fmean(values[name] for values in self.recent), 5)
+                 for name in self.recent[-1]}
         seconds = time.time() - self.started
         record = {"step": self.step + 1, **means, **results, "seconds": round(seconds)}
         self.log += json.dumps(record) + "\n"
         write_text(f"{self.folder}/log.jsonl", self.log)
         if self.last:
             command = shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
-            write_text(f"{self.folder}/command.txt", command + "\n")
+            write_text(f"{self.folder}/command.txt", f"{command}\n")
         state = {"step": self.step + 1, "seconds": seconds, "finished": self.last, "log": self.log,
                  "model": self.model.state_dict(), "settings": vars(self.args),
                  "optimizers": [part.state_dict() for part in self.optimizer.parts]}
