@@ -243,6 +243,8 @@ def collect_trajectories(args, tokenizer, example, folder, teacher):
         shards.append(read_tensors(file))
     with naming(folder):
         data = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
+        if not all(0 <= x < model.config.vocab_size for x in torch.aminmax(data["tokens"])):
+            raise ValueError("tokens of a shard are not in the vocabulary")
     share = passed_over(data["rank"], data["live"])
     print(f"{len(data['live'])} trajectories; {share:.0%} of the reveals left a masked slot to the left")
     return data

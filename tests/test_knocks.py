@@ -255,4 +255,7 @@ def test_some_fuzzing():
     assert r.returncode == 0, r.stdout[-3000:] + r.stderr[-1000:]
     out = json.loads(r.stdout.splitlines()[-1])
     assert [out[part]["cases"] for part in ("lines", "files")] == [2, 2]
+    import fuzz
+    with mock.patch("sys.argv", ["fuzz.py"]):            # as it is run for results/
+        assert {len(known) > 3 for known in fuzz.options().values()} == {True} and "decode" in fuzz.options()
     assert set(out["files"]["exits"]) <= {"0", "2"}

@@ -355,6 +355,11 @@ def test_other_trajectories_of_the_same_teacher(trained, toy, tmp_path, capsys):
     assert torch.equal(rank, torch.arange(160).expand(3, -1))
     assert not (tmp_path / "teacher").exists()
     assert "3 trajectories; 0% of the reveals" in capsys.readouterr().out
+    # Flipped bits of a shard are no tokens.
+    file = sorted((tmp_path / "trajectories").glob("*.safetensors"))[0]
+    save_file(load_file(file) | {"tokens": load_file(file)["tokens"] + 2048}, file)
+    with refused("trajectories: tokens of a shard are not in the vocabulary"):
+        train(toy, tmp_path, f"{options} --name other")
 
 
 def test_masks_follow_the_text_in_training_alone(trained):
