@@ -89,7 +89,7 @@ def test_acceptance_is_accepted_over_judged_drafts(dense):
     assert measure.acceptance(itself, "itself") == 1
     # A drafter may make fewer drafts than it is asked for: then its own limit censors.
     short = SmallLM(TARGET, TARGET)
-    short.depth = short.gamma = 3
+    short.gamma = 3
     (t,) = measure.traces_of({"short": short}, TARGET, texts, K)
     assert t.censored["short"].tolist() == (t.accept["short"] == 4).tolist() and t.censored["short"].any()
     assert 0 < measure.acceptance(dense, "draft") < 1

@@ -261,7 +261,8 @@ def argmax(logits):
 
 def check_numbers(logits):
     """ValueError if a logit is not finite, because then no token can be chosen. Waits for a GPU."""
-    # A sum takes a tenth of the time of isnan. One in fp16 would overflow.
-    if not math.isfinite(logits.sum(dtype=torch.float32)):
+    # A sum takes a tenth of the time of isnan. One of fp16 would overflow; a cast of bf16 would be a copy.
+    wide = torch.float32 if logits.dtype == torch.float16 else None
+    if not math.isfinite(logits.sum(dtype=wide)):
         raise ValueError("the logits of the model must be numbers, got NaN: its weights are damaged, or too "
                          "large for this --dtype")
