@@ -52,9 +52,9 @@ def settings(dtype, d):
     """What the kernel is compiled with. N_: entries read in one step. STAGES_: steps in flight; a key needs
     three, since its position, its slot and itself are loads that wait for one another.
 
-    The choice keeps head sizes of 32 to 256 free of spills (tests/compile_report.py); it was made without a GPU, not
-    tuned on one. PRECISION concerns fp32 alone, which is there to prove identity, not for speed, and must not
-    lose 13 bits to TF32; bf16 and fp16 products are exact anyway."""
+    The choice keeps head sizes of 32 to 256 free of spills (tests/compile_report.py); it was made without a
+    GPU, not tuned on one. PRECISION concerns fp32 alone, which is there to prove identity, not for speed, and
+    must not lose 13 bits to TF32; bf16 and fp16 products are exact anyway."""
     if dtype == torch.float32:
         return dict(N_SMALL=16 if d <= 64 else 64, N_LARGE=16, STAGES_SMALL=2, STAGES_LARGE=2,
                     PRECISION="ieee", num_warps=16)
