@@ -234,7 +234,7 @@ def options():
 
     def known(a):
         option = a.option_strings[0]
-        values = [] if a.nargs == 0 else list(a.choices or GOOD.get(option, NUMBERS))
+        values = [] if a.nargs == 0 else list(map(str, a.choices or GOOD.get(option, NUMBERS)))
         return option, values, a.nargs if isinstance(a.nargs, int) else 1
 
     return {name: list(map(known, some)) for name, some in found.items()}
