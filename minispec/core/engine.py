@@ -133,7 +133,7 @@ class Engine:
                 # Drafting segments come first, a row each.
                 drafting = [s for s in segments if s.kind == "draft"]
                 n = len(drafting)
-                self.scheduler.take_drafts(drafting, logits[:n].clone())       # a view would keep all rows
+                self.scheduler.take_drafts(drafting, logits[:n])
                 self.pending = [s for s in segments if s.n_logits and s.kind != "draft"]
                 self.pending_logits = logits[n:]
 
