@@ -173,12 +173,13 @@ class Graphs:
     def places(self, segments):
         """Slots in the tables for all segments. A selected list is copied when its keys have no slot
         yet."""
-        own = [s.keys for s in segments]
+        own = {s.keys for s in segments}
+        placed = {keys: i for i, keys in enumerate(self.lists)}
         free = [i for i, keys in enumerate(self.lists) if keys not in own]
         out = []
         for s in segments:
-            if s.keys in self.lists:
-                out.append(self.lists.index(s.keys))
+            if s.keys in placed:
+                out.append(placed[s.keys])
                 continue
             out.append(free.pop(0))
             if s.keys.selected is not None:

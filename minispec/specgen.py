@@ -165,7 +165,7 @@ class SpecGen(Scheduler):
     def take_drafts(self, segments, logits):
         """Draw the next draft of each request from its row of the logits (n, V)."""
         logits = logits.clone()                            # kept for q: a view would keep all rows
-        for s, own, (token,) in zip(segments, logits, choose(segments, logits[:, None], drafting=True)):
+        for s, own, (token,) in zip(segments, logits, choose(segments, logits[:, None].unbind(), drafting=True)):
             s.request.state.drafts.append(token)
             s.request.state.logits.append(own)
 

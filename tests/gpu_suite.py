@@ -8,7 +8,7 @@
     decode    our autoregressive loop on the target (--model), against the time to read weights and cache once
               a token
     speed     prompt lookup and the trained drafters next to that loop, on the problems of bench.py speed
-    serving   SpecGen next to it, on long texts, each request with its own
+    serving   SpecGen next to it, on long texts that have been read before
 
 A cell for which the memory is too small is noted as such, and the next one begins; an interrupted run goes on
 where it was. Kernels are timed by triton.testing.do_bench: after a warm-up, by device events, the cache
@@ -19,7 +19,7 @@ import gc
 import os
 import time
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import root  # noqa: F401  before torch
 import torch
@@ -37,6 +37,9 @@ from minispec.tools.script import Parser, check_device, run_main
 
 K, SPARSITY = 8, 0.05
 SHORT = ["eagle --k 3", "prism --k 3"]  # a graph takes all steps of a chain
+FORMS = (specgen.WINDOW, specgen.PILLAR, specgen.PILLAR + " --delayed")
+TEXTS = 4                               # different ones of a batch
+BEGINNING = 24                          # tokens of an answer of the first engine
 KINDS = ("full", "draft", "verify", "mixed", "scores")
 
 
@@ -49,7 +52,7 @@ class Shapes:
     head_dim: int = 128
     kernels: tuple = ((4096, 8, 4), (4096, 256, 4), (16384, 64, 4), (65536, 8, 4), (16384, 64, 8))
     speed: tuple = ((1, 1), (8, 2))
-    serving: tuple = ((7000, 8), (7000, 64), (7000, 128))
+    serving: tuple = ((7000, 8), (7000, 64), (7000, 256))
     new_tokens: int = 128
 
 
@@ -198,34 +201,48 @@ def speed(args, tokenizer, s, model, batch, n):
                 for r in requests_of([problem], tokenizer, model, longest[id])]
 
     about = {"batch": batch, "requests": len(problems)}
-    return next_to_plain(args, model, [name for name in names if name in wanted], batch, requests, about)
+    build = partial(results.engine_of, model=model, args=args, batch=batch)
+    return next_to_plain(build, [name for name in names if name in wanted], requests, about)
+
+
+@cache
+def texts_read(model, tokenizer, data, context):
+    """Texts of so many tokens, and their keys and values."""
+    texts = [specgen.text(i, context, tokenizer, data) for i in range(TEXTS)]
+    return texts, specgen.read(model, texts)
 
 
 def serving(args, tokenizer, s, model, context, batch):
-    """A row for each form of SpecGen on requests with `context` tokens, sampled as in the paper."""
-    texts = [specgen.text(i, context, tokenizer, args.data) for i in range(batch)]
-    names = results.suitable(args, model, (specgen.WINDOW, specgen.PILLAR, "specgen --delayed"))
+    """A row for each form of SpecGen on requests with `context` tokens, sampled as in the paper. All requests
+    enter at once, each with a copy of the keys of its text: requests that read their prompts one after the
+    other would never decode together."""
+    texts, kept = texts_read(model, tokenizer, args.data, context)
+    names = results.suitable(args, model, FORMS)
     names = [name for name in names if name.startswith("specgen")]
 
     def requests():
-        return [Request(ids, s.new_tokens, Sampling(specgen.TEMPERATURE, seed=i))
-                for i, ids in enumerate(texts)]
+        return [Request(texts[i % len(texts)], s.new_tokens, Sampling(specgen.TEMPERATURE, seed=i))
+                for i in range(batch)]
 
     about = {"context": context, "requests": batch}
-    return next_to_plain(args, model, names, batch, requests, about)
+    build = partial(specgen.resumed, model=model, args=args, batch=batch, kept=kept)
+    return next_to_plain(build, names, requests, about)
 
 
-def next_to_plain(args, model, names, batch, requests, about):
-    """A row for the plain loop and for each method of `names`: decoding, without the prompts. Two engines
-    answer, and the second one counts: the first one compiles and loads libraries. (Its prompts would be in
-    its cache, but not those of drafters that read them.)"""
+def next_to_plain(build, names, requests, about):
+    """A row for the plain loop and for each method of `names`: decoding, without the prompts. Two engines,
+    build(name), answer, and the second one counts: the first one begins the answers, compiles and loads
+    libraries. (Its prompts would be in its cache, but not those of drafters that read them.)"""
     rows = []
     for name in ("ar", *names):
-        for _ in range(2):
+        for most in (BEGINNING, None):
             engine = None
             free()
-            engine = results.engine_of(name, model, args, batch)
-            answers = engine.generate(requests())
+            engine = build(name)
+            asked = requests()
+            for r in asked:
+                r.max_new_tokens = min(r.max_new_tokens, most or r.max_new_tokens)
+            answers = engine.generate(asked)
             seconds = {phase: x for phase, x in engine.seconds.items() if phase != "prefill"}
         tokens = sum(len(g.token_ids) for g in answers)
         if name == "ar":

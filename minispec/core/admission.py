@@ -15,8 +15,6 @@ comes back first, so the requests on the host are a stack, and service is in ord
 before the verdict on its last verification (delayed verification), because the verdict determines how much of
 its cache is valid. The cache hands out whole blocks (kv_cache.py), so all sizes are multiples of a block.
 """
-import os
-
 from minispec.core.kv_cache import Allocation, whole_blocks
 
 POLICIES = ("reserve", "preempt", "offload")
@@ -116,9 +114,9 @@ class Admission:
         beginning, half = r.tokens[:known], cache.block // 2
         # It waits while another request still prefills half a block or more that both share.
         for other in self.engine.active if scheduler.shares else []:
-            # First what costs nothing: of many requests about one text, nearly all have read it.
-            if not other.is_prefilled:
-                if len(os.path.commonprefix([other.tokens, beginning])) - other.n_cached >= half:
+            wanted = other.n_cached + half
+            if not other.is_prefilled and len(beginning) >= wanted:
+                if other.tokens[:wanted] == beginning[:wanted]:
                     return False
         r.blocks = Allocation()
         r.state = None

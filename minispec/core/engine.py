@@ -207,12 +207,17 @@ class Engine:
         # On the kernels or on torch operators.
         features, = self.graphs(segments) if self.fused else self.run(pack(segments, self.model.device))
         # The rows of all segments lie one after the other.
-        n = len(features)
+        n = 0
         wanted = []
         for s, own in zip(segments, features.split([len(s.tokens) for s in segments])):
             s.features = own
-            wanted.append(own[len(own) - s.n_logits:, -self.model.config.d_model:])
-        logits = self.model.logits(torch.cat(wanted))
+            n += len(s.tokens)
+            wanted += range(n - s.n_logits, n)
+        hidden = features[:, -self.model.config.d_model:]
+        # Of prompts few rows are wanted.
+        if len(wanted) < n:
+            hidden = hidden[wanted]
+        logits = self.model.logits(hidden)
         check_numbers(logits)                            # this waits for a GPU
         # A mixed forward is charged by rows.
         spent = self.clock() - started

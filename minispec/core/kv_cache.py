@@ -93,7 +93,7 @@ class KVCache:
     def resize(self, blocks, n):
         """Give an Allocation blocks for n slots. False when there is no room."""
         more = self.blocks_for(n) - len(blocks.table)
-        if more * self.block > self.free:
+        if more > 0 and more * self.block > self.free:
             return False
         if more > 0:
             blocks.table += self._take(more)
