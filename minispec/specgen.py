@@ -217,12 +217,12 @@ def look_ahead(scores, memory):
     positions, because text is read in order. So a score is passed on to the next 7 positions, fading with
     each. Scores of earlier rounds, memory (L, G, up to T) or None, count half with every round since."""
     # Doubling: 3 steps reach 1 + 2 + 4 = 7 positions.
+    scores = scores.clone()
     for step in (1, 2, 4):
         passed = FADE ** step * scores[..., :-step]
-        scores = torch.cat([scores[..., :step], torch.maximum(scores[..., step:], passed)], dim=-1)
+        scores[..., step:].clamp_(min=passed)
     if memory is not None:
-        n = memory.shape[-1]
-        scores[..., :n] = torch.maximum(scores[..., :n], MEMORY * memory)
+        scores[..., :memory.shape[-1]].clamp_(min=MEMORY * memory)
     return scores
 
 

@@ -292,6 +292,9 @@ TABLES = {
         "tokens/s": "{tokens_per_second:.0f}",
         "speed-up": "{speedup:.2f}",
         "tau": "{tau:.2f}",
+        "forwards": "{iterations}",
+        "seconds in them": "{forward:.2f}",
+        "beside them": "{seconds[other]:.2f}",
         "identical to ar": "{identical} of {requests}",
     },
 }
@@ -306,6 +309,8 @@ def tables(r):
         if section in ("kernels", "decode"):
             copied = r["floors"][0]["rate"]
             rows = [{**x, "share": x["bytes"] / x["seconds"] / copied} for x in rows]
+        if section == "serving":
+            rows = [{**x, "forward": x["seconds"]["draft"] + x["seconds"]["verify"]} for x in rows]
         parts.append(table(rows, TABLES[section]))
     if r["out_of_memory"]:
         parts.append(f"Out of memory: {'; '.join(r['out_of_memory'])}.")
