@@ -118,10 +118,11 @@ def test_a_block_in_which_texts_part_is_copied(in_use):
 
 
 def test_the_path_of_a_tree_moves_together():
-    cache = KVCache(toy_model().config, 40)
+    """Those of all requests at once."""
+    cache = KVCache(toy_model().config, 60)
     cache.open(6)
-    blocks = cache.open(20)
-    content = write(cache, blocks)
-    cache.keep(blocks, 5, [0, 2, 3, 9])
-    kept = [*range(6), 7, 8, 14]
-    assert torch.equal(cached_kv(cache, blocks, 9), content[:, :, :, kept])
+    own, other = cache.open(20), cache.open(20)
+    content, others = write(cache, own), write(cache, other)
+    cache.keep([(own, 5, [0, 2, 3, 9]), (other, 4, [0, 1, 2]), (other, 7, [0, 4])])
+    assert torch.equal(cached_kv(cache, own, 9), content[:, :, :, [*range(6), 7, 8, 14]])
+    assert torch.equal(cached_kv(cache, other, 9), others[:, :, :, [*range(8), 11]])

@@ -233,16 +233,16 @@ class Engine:
         started = time.perf_counter()
         verdicts = self.verify(segments, self.pending_logits)
         self.sample_seconds += time.perf_counter() - started
+        # Others were cancelled meanwhile.
+        live = [(s, *verdict) for s, verdict in zip(segments, verdicts) if not s.request.finished]
+        # Later rows overwrite the rejected rows of a chain. The accepted path of a tree moves together.
+        paths = [(s.request.blocks, s.start, [0, *path]) for s, path, _ in live if s.kind == "verify"]
+        self.cache.keep(paths)
         committed = []
-        for s, (path, token) in zip(segments, verdicts):
+        for s, path, token in live:
             r = s.request
-            if r.finished:                               # cancelled meanwhile
-                continue
             if s.kind == "verify":
-                # Later rows overwrite the rejected rows of a chain. The accepted path of a tree moves
-                # together.
                 rows = [0, *path]
-                self.cache.keep(r.blocks, r.n_cached, rows)
                 r.n_cached += len(rows)
                 if self.scheduler.drafter.uses_hidden_states:
                     # A slice for a chain: a list has to go to a GPU. A copy: a view would keep all rows.

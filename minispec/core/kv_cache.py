@@ -149,11 +149,16 @@ class KVCache:
         slots = self.slots_of(blocks, range(n))
         return lambda layer: self.kv[:, layer, :, slots]
 
-    def keep(self, blocks, start, rows):
-        """Keep the tokens at positions start + `rows` and move them to start, start + 1, .. in this order."""
-        if rows != list(range(len(rows))):
-            old = self.slots_of(blocks, [start + row for row in rows])
-            new = self.slots_of(blocks, range(start, start + len(rows)))
+    def keep(self, kept):
+        """Of each (blocks, start, rows) in `kept`, keep the tokens at positions start + `rows`, and move them to
+        start, start + 1, .. in this order."""
+        old, new = [], []
+        for blocks, start, rows in kept:
+            if rows != list(range(len(rows))):
+                old += self.slot_list(blocks, [start + row for row in rows])
+                new += self.slot_list(blocks, range(start, start + len(rows)))
+        if new:
+            old, new = torch.tensor([old, new], device=self.kv.device)
             self.kv[:, :, :, new] = self.kv[:, :, :, old]        # indexing copies first, so overlap is safe
 
     # -- host memory -----------------------------------------------------------------------------------------
