@@ -111,7 +111,7 @@ class Graphs:
 
     engine: its `warm_up` gets the seconds of compilation and capture. cache: a KVCache with a spare block,
     for pad rows. batch, longest: most requests, and most positions of each. widest: most positions that a
-    scheduler selects (0: none, and no scores). features: F of Inputs.features."""
+    scheduler selects. features: F of Inputs.features. scored: whether a scheduler reads scores."""
     engine: object
     function: object
     cache: object
@@ -119,13 +119,14 @@ class Graphs:
     longest: int
     widest: int
     features: int = 0
+    scored: bool = False
 
     def __post_init__(self):
         k = self.cache.k
         layers, groups, _, _ = k.shape
         self.n_blocks = self.cache.blocks_for(self.longest)                  # of a request at most
         self.padding = {"new": self.cache.n_slots, "items": -1, "merges": -1, "which": -1}     # others: 0
-        self.n_scored = self.batch if self.widest else 0
+        self.n_scored = self.batch if self.scored else 0
         self.selected = k.new_zeros(self.batch, layers, groups, self.widest, dtype=torch.int32)
         self.scores = k.new_zeros(layers, self.n_scored, groups, self.longest, dtype=torch.float32)
         self.lists = [None] * self.batch                 # place -> the keys whose list lies there

@@ -68,10 +68,9 @@ class Rounds(Graphs):
         return self.drafter.round(Rows(**vars(x), later=self.later))
 
     def reserve(self, state):
-        """Let the DraftState of a request have all the slots that it may need. While requests are paused
-        there may be none left. Then its keys lie apart from the graphs, whose pool must stay where it is."""
-        if not self.cache.resize(state.blocks, self.longest):
-            state.cache = KVCache(self.drafter.config, 0, self.cache.k.dtype, self.cache.k.device)
+        """Let the DraftState of a request have all the slots that it may need. The pool has them for as many
+        requests as are active or paused."""
+        self.cache.resize(state.blocks, self.longest)
 
     def __call__(self, work, per_request, options):
         # As many steps as the longest round so far, so that one graph serves all. Batch slots without a
@@ -93,4 +92,5 @@ def accelerate(engine, longest):
             some.graphs = Rounds(engine, some, longest)
     # Last: without them all of this is made again, if it was interrupted.
     widest = engine.scheduler.budget(longest)
-    engine.graphs = Graphs(engine, engine.run, engine.cache, engine.batch_size, longest, widest)
+    engine.graphs = Graphs(engine, engine.run, engine.cache, engine.batch_size, longest, widest,
+                           scored=engine.scheduler.record is not None)

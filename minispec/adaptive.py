@@ -77,6 +77,8 @@ class Adaptive(Drafter):
         # A chain that ends where it is unsure needs no k; in a graph all steps are taken.
         unsure = alone and drafter.min_confidence and not drafter.graphs
         ks = limits if unsure else [min(k, limit) for limit in limits]
+        if drafter.graphs:
+            drafter.graphs.steps = k                     # or all rounds have the steps of the longest
         out = drafter.propose(requests, ks)
         for r, (drafts, *_) in zip(requests, out):
             self.drafted[r].append((name, drafts, len(r.tokens)))

@@ -165,7 +165,8 @@ class SpecGen(Scheduler):
     def take_drafts(self, segments, logits):
         """Draw the next draft of each request from its row of the logits (n, V)."""
         logits = logits.clone()                            # kept for q: a view would keep all rows
-        for s, own, (token,) in zip(segments, logits, choose(segments, logits[:, None].unbind(), drafting=True)):
+        drawn = choose(segments, logits[:, None].unbind(), drafting=True)
+        for s, own, (token,) in zip(segments, logits, drawn):
             s.request.state.drafts.append(token)
             s.request.state.logits.append(own)
 

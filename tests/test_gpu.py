@@ -64,7 +64,7 @@ def test_the_device_of_a_script_is_the_current_one(monkeypatch):
 def test_the_thread_of_delayed_verification_uses_the_models_device(monkeypatch):
     chosen, device = [], torch.device("cuda:1")
     monkeypatch.setattr(torch.cuda, "set_device", lambda x: chosen.append((x, threading.get_ident())))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: device)
     monkeypatch.setattr(GPT, "device", device)
     engine = engine_of("specgen delayed")
     worker = engine.thread.submit(threading.get_ident).result()
@@ -172,7 +172,8 @@ def test_a_draft_row_follows_its_request_to_other_blocks():
     next(stream)  # the prompt
     first = engine.scheduler.schedule([request])
     engine.scheduler.take_drafts(first, engine.forward(first))
-    run = Graphs(None, None, engine.cache, 2, request.longest, engine.scheduler.budget(request.longest))
+    run = Graphs(None, None, engine.cache, 2, request.longest, engine.scheduler.budget(request.longest),
+                 scored=True)
     cache, start = engine.cache, request.n_cached + len(request.state.drafts)
     for _ in range(2):
         plan = engine.scheduler.schedule([request])

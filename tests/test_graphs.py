@@ -138,7 +138,7 @@ def replayed(steps, spoilt=lambda graphs: contextlib.nullcontext()):
         stack.enter_context(mock.patch.object(graphs, "CHUNK", 32))
         stack.enter_context(mock.patch.object(att.make_plan, "__defaults__", (32, None)))
         run, eager = (
-            graphs.Graphs(SimpleNamespace(warm_up=0.0), forward, cache, 4, 60, 20) for _ in range(2)
+            graphs.Graphs(SimpleNamespace(warm_up=0.0), forward, cache, 4, 60, 20, scored=True) for _ in range(2)
         )
         for i, shapes in enumerate(steps):
             plan = plan_of(cache, held, shapes)
@@ -236,7 +236,7 @@ def test_in_the_interpreter(name, verdicts):
 
 def graphs_of(n_slots, batch, longest, group, function=None):
     cache = KVCache(GPTConfig(n_layer=1, n_head=2 * group, n_kv_head=2, head_dim=2), n_slots, spare=1)
-    return graphs.Graphs(SimpleNamespace(warm_up=0.0), function, cache, batch, longest, 8)
+    return graphs.Graphs(SimpleNamespace(warm_up=0.0), function, cache, batch, longest, 8, scored=True)
 
 
 def test_graphs_have_room_for_every_mix_of_requests():

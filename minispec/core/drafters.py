@@ -132,8 +132,7 @@ class ChainDrafter(Drafter):
 
     def run_round(self, segments, per_request, options):
         """The tensors that `round` returns for a list of Segments."""
-        # Graphs read one cache; see kernels.rounds.
-        if self.graphs is None or any(s.keys.cache is not self.cache for s in segments):
+        if self.graphs is None:
             return self.round(pack(segments, self.model.device, per_request, options))
         return self.graphs(segments, per_request, options)
 

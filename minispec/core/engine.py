@@ -80,7 +80,8 @@ class Engine:
             self.thread = ThreadPoolExecutor(1)
             if model.device.type == "cuda":
                 self.thread.submit(torch.cuda.set_device, model.device)        # a thread starts on device 0
-                self.side = torch.cuda.Stream(model.device)
+                # Of high priority: no graph is captured on such a stream.
+                self.side = torch.cuda.Stream(model.device, priority=-1)
 
     # -- the loop --------------------------------------------------------------------------------------------
 

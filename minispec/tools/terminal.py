@@ -56,8 +56,8 @@ class Lines:
         ids = request.generation.token_ids
         if request not in self.bars:
             self.bars[request] = tqdm(bar_format="{desc}", leave=False, disable=None)
-        text = " ".join(visible(self.tokenizer.decode(ids)).split())
         width = shutil.get_terminal_size().columns - 8
+        text = " ".join(visible(self.tokenizer.decode(ids[-2 * width:])).split())
         self.bars[request].set_description_str(f"{len(ids):5}  {text[-width:]}")
 
     def close(self):
@@ -124,6 +124,8 @@ def chat(engine, tokenizer, sampling, limit):
             messages.clear()
             continue
         request = Request(ids, min(limit, block_size - len(ids)), sampling, tokenizer.ends)
+        # Few turns need a larger cache, and on a GPU new graphs.
+        request.longest = min(block_size, 1 << (request.longest - 1).bit_length())
         printer = Printer(tokenizer)
         # The clock of this answer alone.
         engine.seconds = dict.fromkeys(engine.seconds, 0.0)
