@@ -2,6 +2,7 @@
 
 import statistics
 from collections import defaultdict
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -267,6 +268,21 @@ def test_a_drafter_that_ends_its_chains_itself_is_not_told_how_deep(stop, batch,
     drafter.min_confidence = stop
     answer(adaptive(prices(draft=0.6 * batch, base=batch), drafter), [[i] * 9 for i in range(3)], batch, 20)
     assert max(asked) == most
+
+
+def test_a_graph_takes_the_steps_that_were_priced_not_those_of_the_longest_round(monkeypatch):
+    taken = []
+    drafter = small(CLOSE)
+    drafter.graphs = SimpleNamespace(steps=8)
+    nothing = lambda self, requests, limits: taken.append(self.graphs.steps) or [([], None)] * len(requests)
+    monkeypatch.setattr(SmallLM, "propose", nothing)
+    chooser = Adaptive([drafter], prices(), 6)
+    request = Request([1, 2, 3], 20)
+    for k in (4, 2):
+        monkeypatch.setattr(chooser, "_choose", lambda *_: ("draft", k))
+        chooser.promises[request] = {chooser.lookup.name: (0,)}
+        chooser.propose([request], [6])
+    assert taken == [4, 2]
 
 
 def test_no_more_drafts_than_anyone_has_are_priced():
