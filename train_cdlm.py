@@ -20,6 +20,7 @@ is finished is not done again. Models are Hugging Face folders with log.jsonl an
 A target without a mask token gets one: OUT/target is a copy with it.
 """
 import os
+from itertools import product
 from pathlib import Path
 
 import minispec  # before torch: it tunes the allocator
@@ -230,7 +231,7 @@ def collect_trajectories(args, tokenizer, example, folder, teacher):
                            teacher=checkpoints.fingerprint(model))
     decoder = cdlm.Decoder(model, tokenizer.mask_id, "dual" if args.dual else "teacher", order=args.order,
                            batch_size=args.batch, record=True, block_size=args.block_size)
-    cells = [(number, temperature) for number in range(args.prompts) for temperature in args.temperatures]
+    cells = list(product(range(args.prompts), args.temperatures))
     shards = []
     for start in tqdm(range(0, len(cells), SHARD), unit="shard", desc="trajectories"):
         file = f"{folder}/{start // SHARD:05d}.safetensors"

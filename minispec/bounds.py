@@ -302,7 +302,14 @@ def summary(cells, name):
 
 
 def observed_cells(traces, cost, runs):
-    """A cell for each workload and batch that was run."""
+    """A cell for each workload and batch that was run: its ladder with the observed speed-ups, L0, and by
+    total time and with reading the prompts
+
+    L1: speed-up of every method with both times modelled, its recorded rounds replayed through the cost table
+    error: modelled seconds / observed seconds - 1, also of plain decoding. It includes how the machine's
+        speed changed between pricing and running; "speedup_error", modelled / observed speed-up - 1, does not
+    above: observed seconds / the least seconds of the optimum (of all drafters for the combined method). 1.5:
+        the engine took 50 % longer than the best rounds would; below 1 the model or the bound is wrong"""
     # Answers of diffusion models are their own, and traces are greedy.
     runs = [r for r in runs if r["identical"] is not None and not r.get("temperature")]
     by_id = {t.id: t for t in traces}
@@ -311,42 +318,25 @@ def observed_cells(traces, cost, runs):
         if missing := [i for i in plain["ids"] if i not in by_id]:
             raise ValueError(f"the run has a request '{missing[0]}' that has no trace; measure both again")
         some = [by_id[i] for i in plain["ids"]]
-        about = {key: plain[key] for key in ("workload", "batch")}
-        own = [r for r in runs if about.items() <= r.items()]
-        c = about | ladder(some, cost, plain["batch"])
-        c |= observed(own, c, sum(t.n_out for t in some))
+        c = {key: plain[key] for key in ("workload", "batch")}
+        own = {r["method"]: r for r in runs if c.items() <= r.items()}
+        c |= ladder(some, cost, plain["batch"])
+        # What the model says of the recorded rounds.
+        modelled = {m: r["modelled"] for m, r in own.items() if r.get("modelled")}
+        rates = {m: own[m]["tokens"] / seconds for m, seconds in modelled.items()}
+        c["L1"] = {m: rate / rates["ar"] for m, rate in rates.items()}
+        c["error"] = {m: s / own[m]["seconds"] - 1 for m, s in modelled.items()}
+        c["speedup_error"] = {m: x / own[m]["speedup"] - 1 for m, x in c["L1"].items() if m != "ar"}
+        # Seconds of a token: in bf16 answers may part from the traces at near-ties.
+        token = c["seconds"] / sum(t.n_out for t in some)
+        optimum = {**c["total time"]["L5"], COMBINED: c["total time"]["L6"], "ar": 1.0}
+        c["above"] = {m: r["seconds"] / r["tokens"] * optimum[m] / token
+                      for m, r in own.items() if m in optimum}
         for by, field in zip(AVERAGES, ("speedup", "rate_speedup")):
-            c[by]["L0"] = {r["method"]: r[field] for r in own}
-        c["range"]["L0"] = {r["method"]: interval(mean_rate, r["rates"], plain["rates"]) for r in own}
+            c[by]["L0"] = {m: r[field] for m, r in own.items()}
+        c["range"]["L0"] = {m: interval(mean_rate, r["rates"], plain["rates"]) for m, r in own.items()}
         cells.append(c)
     return cells
-
-
-def observed(runs, cell, traced):
-    """The observed part of one cell, by total time and with reading the prompts:
-
-    L1: speed-up of every method with both times modelled, its recorded rounds replayed through the cost table
-    error: modelled seconds / observed seconds - 1, also of plain decoding. It includes how the machine's
-        speed changed between pricing and running; "speedup_error", modelled / observed speed-up - 1, does not
-    above: observed seconds / the least seconds of the optimum (of all drafters for the combined method). 1.5:
-        the engine took 50 % longer than the best rounds would; below 1 the model or the bound is wrong
-
-    runs: one row of the study `run` for each method; traced: the tokens of the traces, because in bf16
-    answers may part from them at near-ties."""
-    runs = {r["method"]: r for r in runs}
-    modelled = {m: r["modelled"] for m, r in runs.items() if r.get("modelled")}
-    rates = {m: runs[m]["tokens"] / seconds for m, seconds in modelled.items()}
-    gained = {m: rate / rates["ar"] for m, rate in rates.items()}
-    bounds = cell["total time"]
-    optimum = {**bounds["L5"], COMBINED: bounds["L6"], "ar": 1.0}
-    plain = cell["seconds"] / traced                     # of a token, by the model
-    return {
-        "L1": gained,
-        "error": {m: s / runs[m]["seconds"] - 1 for m, s in modelled.items()},
-        "speedup_error": {m: x / runs[m]["speedup"] - 1 for m, x in gained.items() if m != "ar"},
-        "above": {m: r["seconds"] / r["tokens"] * optimum[m] / plain
-                  for m, r in runs.items() if m in optimum},
-    }
 
 
 # -- when to draft at all ----------------------------------------------------------------------------------
@@ -491,8 +481,8 @@ def parse_args(argv=None):
     return args
 
 
-def main(argv=None):
-    args = parse_args(argv)
+def main():
+    args = parse_args()
     traces, prices = read_traces(args.traces), read_costs(args.cost)
     positions = sum(t.n_out - 1 for t in traces)
     result = analyse(traces, prices, batches=args.batches, k_max=args.k_max)

@@ -284,7 +284,7 @@ def test_studies_are_chosen():
 
 def test_speedups_are_of_decoding_repeat_by_repeat():
     answers = [SimpleNamespace(token_ids=[1] * 6)]
-    some, plain = ([results.Run(answers, {"prefill": 1.0, "verify": x}, 1, [1], None) for x in seconds]
+    some, plain = ([results.Run(answers, {"prefill": 1.0, "verify": x}, [1], None) for x in seconds]
                    for seconds in ((1, 2, 6), (2, 6, 12)))
     assert results.speedups(some, plain) == {"tokens_per_second": 3, "speedup": 2, "speedup_range": [2, 3]}
 
@@ -354,7 +354,7 @@ def test_all_leaves_out_studies_that_the_model_has_nothing_for(tmp_path, monkeyp
 
 def test_the_middle_run_is_reported():
     """Of all methods from the same repeat."""
-    a, b, c = (results.Run([], {"verify": seconds}, 1.0, [1.0], None) for seconds in (1.0, 2.0, 3.0))
+    a, b, c = (results.Run([], {"verify": seconds}, [1.0], None) for seconds in (1.0, 2.0, 3.0))
     assert run.middle({"ar": [c, a, b]}) == {"ar": b} and run.middle({"ar": [b, a]}) == {"ar": a}
     assert run.middle({"ar": [a, b, c], "ngram": [b, c, a]}) == {"ar": c, "ngram": a}
 

@@ -42,16 +42,16 @@ BOOKS = "standardebooks"
 HELD_OUT = "princess-and-the-goblin"         # the book that benchmarks use
 # set: (the most lines used, fields of the prompt, field of the answer)
 SETS = {
-    "gsm8k/train.jsonl": (9000, ["question"], "answer"),
-    "reasoning_gym_traces/traces_correct.jsonl": (9000, ["question"], "response"),
-    "instruct/instruction-data.json": (9000, ["instruction", "input"], "output"),
-    "marco_o1/CoT_demo.json": (9000, ["instruction"], "response"),
-    "prompts/gpteacher.jsonl": (9000, ["prompt"], None),
-    "prompts/math_word_problems.jsonl": (9000, ["prompt"], "answer"),
-    "prompts/cot.jsonl": (6000, ["prompt"], "answer"),
-    "prompts/persona_chat.jsonl": (1000, ["prompt"], "answer"),      # long prompts, short answers
-    "prompts/scitldr.jsonl": (9000, ["prompt"], "answer"),
-    "prompts/tldr.jsonl": (9000, ["prompt"], "answer"),
+    "gsm8k/train.jsonl": (9000, "question", "answer"),
+    "reasoning_gym_traces/traces_correct.jsonl": (9000, "question", "response"),
+    "instruct/instruction-data.json": (9000, "instruction input", "output"),
+    "marco_o1/CoT_demo.json": (9000, "instruction", "response"),
+    "prompts/gpteacher.jsonl": (9000, "prompt", None),
+    "prompts/math_word_problems.jsonl": (9000, "prompt", "answer"),
+    "prompts/cot.jsonl": (6000, "prompt", "answer"),
+    "prompts/persona_chat.jsonl": (1000, "prompt", "answer"),        # long prompts, short answers
+    "prompts/scitldr.jsonl": (9000, "prompt", "answer"),
+    "prompts/tldr.jsonl": (9000, "prompt", "answer"),
 }
 LEAVE_OUT = "arithmetic/gsm_symbolic"        # a task of reasoning-gym made of GSM8K's test questions
 MOST = 3000                 # functions used, and passages
@@ -63,7 +63,7 @@ def rows_of(data, name):
     most, fields, answer = SETS[name]
     rows = [row for _, row in read_rows(data / name) if row.get("task") != LEAVE_OUT]
     for row in rows[:most]:
-        prompt = "\n".join(row[field] for field in fields if row.get(field))
+        prompt = "\n".join(row[field] for field in fields.split() if row.get(field))
         yield prompt, row.get(answer) or ""
 
 

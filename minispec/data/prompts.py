@@ -19,8 +19,8 @@ HuggingFaceH4/MATH-500, github.com/google-research/google-research (mbpp) and gi
 
 The papers use HumanEval and MBPP to measure speed. Code of a model is not run: that needs a real sandbox.
 """
-import os
 import re
+from pathlib import Path
 
 from minispec import ROOT
 from minispec.data.tasks import Problem
@@ -66,15 +66,14 @@ BOXED = "Please reason step by step, and put your final answer within \\boxed{}.
 
 def story():
     """The three chapters."""
-    with open(STORY, encoding="utf-8") as f:
-        return f.read()
+    return Path(STORY).read_text("utf-8")
 
 
-def load_named(name, data=None):
+def load_named(name, data):
     """The prompts of a public file, by name, under the data folder. ValueError says where to get the file."""
     path, source = PROMPT_FILES[name]
     file = f"{data or '.'}/{path}"
-    if not os.path.exists(file):
+    if not Path(file).exists():
         raise ValueError(f"there is no {file}; get it from {source}, and give --data DIR or set "
                          "MINISPEC_DATA to the folder with it")
     return load_prompts(file)

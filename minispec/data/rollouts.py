@@ -80,8 +80,7 @@ def prompts_of(files, split, own):
     sources = [own if file == OWN else [p.prompt for p in prompts.load_prompts(file)]
                for file in files or [OWN]]
     for text in itertools.chain.from_iterable(itertools.zip_longest(*sources)):
-        # The prompts of a file end with a newline, and those that the target wrote do not.
-        if text is not None and tasks.is_heldout(text.rstrip("\n") + "\n") == (split == "heldout"):
+        if text is not None and tasks.is_heldout(text) == (split == "heldout"):
             yield text
 
 
@@ -164,15 +163,6 @@ def given(args, target, tokenizer):
     return rows
 
 
-def read_given(args, target, rows):
-    """Yields the files of such texts, read at temperature 1."""
-    part, parts = args.part
-    for start in tqdm(range(part * SHARD, len(rows), parts * SHARD), desc="given answers", unit="shard"):
-        some = rows[start:start + SHARD]
-        file = f"{args.out}/given-{start}-{start + len(some)}.safetensors"
-        yield shard(file, [prompt + ids for prompt, ids in some], (read(target, *row, 1) for row in some))
-
-
 def shard(file, begin, made):
     """The name of a shard's file. If it is not there, it is written from `made`, an iterator of texts.
     ValueError where its texts do not begin like those in `begin`."""
@@ -208,7 +198,14 @@ def main():
     files = [*answer(args, engine, tokenizer, "heldout", args.heldout)]
     if not files and args.part[1] == 1:
         raise ValueError("no prompt is held out (about one in eight is) and fits; give more")
-    files += [*answer(args, engine, tokenizer, "train", args.prompts), *read_given(args, target, rows)]
+    files += answer(args, engine, tokenizer, "train", args.prompts)
+    # Given answers are read at temperature 1.
+    part, parts = args.part
+    for start in tqdm(range(part * SHARD, len(rows), parts * SHARD), desc="given answers", unit="shard"):
+        some = rows[start:start + SHARD]
+        file = f"{args.out}/given-{start}-{start + len(some)}.safetensors"
+        begin = [prompt + ids for prompt, ids in some]
+        files.append(shard(file, begin, (read(target, *row, 1) for row in some)))
     print("".join(f"{file}\n" for file in files), end="")
 
 

@@ -26,7 +26,6 @@ from minispec import ROOT
 from minispec.core.cpu import PACKED_TYPES
 from minispec.data import loops, mixture, prompts, tasks
 from minispec.tools import checkpoints, methods
-from minispec.tools.answers import summary
 from minispec.tools.files import naming, read_json, write_json
 
 FOLDER = f"{ROOT}results"
@@ -115,7 +114,6 @@ class Run:
     """One timed run: the results of an engine, without its cache and its graphs."""
     generations: list
     phases: dict            # seconds, with prompts, without capturing a GPU's graphs
-    tau: float
     rates: list             # tokens/s of each request
     seen: object            # the result of `see`, see time_interleaved
 
@@ -153,8 +151,7 @@ def time_interleaved(names, build, repeats, desc, warm_up=True, see=None):
                     continue
                 generations, rates = map(list, zip(*answers[name]))
                 if repeat >= 0:
-                    tau = summary(generations, engine)["tau"]
-                    runs[name].append(Run(generations, dict(engine.seconds), tau, rates, see and see(engine)))
+                    runs[name].append(Run(generations, dict(engine.seconds), rates, see and see(engine)))
                 del engine, waiting[name]
                 gc.collect()                             # an engine and its scheduler hold each other
     return runs

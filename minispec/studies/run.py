@@ -28,8 +28,6 @@ from minispec.tools.files import naming, read_json, write_json
 from minispec.tools.intervals import interval
 from minispec.tools.markdown import table, texts
 
-PHASES = ("prefill", "draft", "verify", "other")
-
 
 # -- sizes of the studies --------------------------------------------------------------------------
 
@@ -165,7 +163,7 @@ def traces_of(args, model, tokenizer, how, n, first=0):
     return drafters, measure.traces_of(drafters, model, outputs, how.deepest)
 
 
-def numbered(tokenizer, n, data=None, first=0):
+def numbered(tokenizer, n, data, first=0):
     """{"workload/i": problem} of n problems of each workload, in turn: first problem 0 of every workload,
     then problem 1, and so on."""
     problems = results.problems_of(tokenizer, n, data, first)
@@ -189,7 +187,22 @@ def run(args, model, tokenizer):
     if how is REAL:
         names = [name for name in names if name != "specgen"]    # these texts are too short for it
     rows, cut = observe("run", args, model, tokenizer, how, names)
-    return {"rows": rows, "table": phases_table(rows), "methods": texts(methods_table(rows)) + cut}
+    shares = [x | {phase: seconds / x["seconds"] for phase, seconds in x["phases"].items()} for x in rows]
+    return {"rows": rows, "table": table(shares, RUN), "methods": texts(methods_table(rows)) + cut}
+
+
+# The observed speed-ups, with each phase's share of the time.
+RUN = {
+    "workload": "{workload}",
+    "batch": "{batch}",
+    "method": "{method}",
+    "tokens/s": "{tokens_per_second:.0f}",
+    f"speed-up, {ladder_of.BOTH}": "{speedup:.2f} / {rate_speedup:.2f}",
+    "tau": "{tau:.2f}",
+    "accepted": "{acceptance:.0%}",
+    **{phase: f"{{{phase}:.0%}}" for phase in ("prefill", "draft", "verify", "other")},
+    "identical to ar": SAME,
+}
 
 
 def speed(args, model, tokenizer):
@@ -313,7 +326,7 @@ def rows_of(timed, about, prices):
             "decoding": run.decoding_rate / plain.decoding_rate,
             "rates": run.rates,
             "rate_speedup": statistics.mean(run.rates) / statistics.mean(plain.rates),
-            "tau": run.tau,
+            "tau": sum(s.committed for s in steps) / max(len(steps), 1),
             "acceptance": sum(s.accepted for s in steps) / proposed if proposed else None,
             "phases": run.phases,
             "modelled": ladder_of.replay(plans, prompts, cost, about["batch"]) if priced else None,
@@ -324,22 +337,6 @@ def rows_of(timed, about, prices):
 
 
 # -- their tables ----------------------------------------------------------------------------------
-
-def phases_table(rows):
-    """The Markdown table of the observed speed-ups, with each phase's share of the time."""
-    rows = [x | {phase: seconds / x["seconds"] for phase, seconds in x["phases"].items()} for x in rows]
-    return table(rows, {
-        "workload": "{workload}",
-        "batch": "{batch}",
-        "method": "{method}",
-        "tokens/s": "{tokens_per_second:.0f}",
-        f"speed-up, {ladder_of.BOTH}": "{speedup:.2f} / {rate_speedup:.2f}",
-        "tau": "{tau:.2f}",
-        "accepted": "{acceptance:.0%}",
-        **{phase: f"{{{phase}:.0%}}" for phase in PHASES},
-        "identical to ar": SAME,
-    })
-
 
 def methods_table(rows):
     """A line {head: text} for each method. Columns: each workload at batch 1, then the mixture of all

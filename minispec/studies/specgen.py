@@ -11,7 +11,6 @@ import statistics
 import time
 from functools import partial
 
-from minispec.core.admission import Admission
 from minispec.core.engine import Engine
 from minispec.core.requests import Request
 from minispec.core.scheduler import SyncScheduler
@@ -45,7 +44,7 @@ def text(number, length, tokenizer, data):
             # One answer per question: the answers of several models are too similar. Training reads the
             # questions that are not held out.
             solved = list({row["question"]: row["response"] for _, row in read_rows(file)
-                           if tasks.is_heldout(row["question"].rstrip("\n") + "\n")}.items())
+                           if tasks.is_heldout(row["question"])}.items())
         random.Random(number).shuffle(solved)
         written = "\n\n".join(map("\n".join, solved))
         ids = tokenizer.encode(written[:8 * length])
@@ -59,7 +58,7 @@ def text(number, length, tokenizer, data):
 # -- prompts, read once ----------------------------------------------------------------------------
 
 def read(model, prompts):
-    """{prompt: its keys and values (2, L, G, n, D)} for prompts (lists of ids), for `Resumed`."""
+    """{prompt: its keys and values (2, L, G, n, D)} for prompts (lists of ids), for `resumed`."""
     kept = {}
     for ids in prompts:
         engine, request = Engine(model, SyncScheduler, 1), Request(ids, 1)
@@ -69,28 +68,24 @@ def read(model, prompts):
     return kept
 
 
-class Resumed(Admission):
-    """Requests enter with the `kept` keys and values of their prompts, so no run reads a prompt again, except
-    for its last k + 1 rows, whose scores are recorded."""
-    kept = {}
+def resumed(name, model, args, batch, kept, **changes):
+    """An engine whose requests enter with the kept keys and values of their prompts, so no run reads a prompt
+    again, except for its last k + 1 rows, whose scores are recorded."""
+    engine = engine_of(name, model, args, batch, k=None, **changes)      # K drafts of SpecGen
+    enter = engine.admission._enter
 
-    def _enter(self, r):
-        entered = super()._enter(r)
-        old = self.kept.get(tuple(r.tokens))
+    def resume(r):
+        entered = enter(r)
+        old = kept.get(tuple(r.tokens))
         if entered and old is not None:
             started = time.perf_counter()
             r.n_cached = len(r.tokens) - K - 1
-            slots = self.engine.cache.slots_of(r.blocks, range(r.n_cached))
-            self.engine.cache.kv[:, :, :, slots] = old[:, :, :, :r.n_cached]
-            self.engine.charge(r, "prefill", time.perf_counter() - started)
+            slots = engine.cache.slots_of(r.blocks, range(r.n_cached))
+            engine.cache.kv[:, :, :, slots] = old[:, :, :, :r.n_cached]
+            engine.charge(r, "prefill", time.perf_counter() - started)
         return entered
 
-
-def resumed(name, model, args, batch, kept, **changes):
-    """An engine whose requests enter with the kept keys and values of their prompts."""
-    engine = engine_of(name, model, args, batch, k=None, **changes)      # K drafts of SpecGen
-    engine.admission = Resumed(engine, engine.admission.policy)
-    engine.admission.kept = kept
+    engine.admission._enter = resume
     return engine
 
 
