@@ -32,7 +32,6 @@ import torch
 import torch.nn.functional as F
 
 from minispec.core.attention import FullKeys
-from minispec.core.engine import Engine
 from minispec.core.gpt import GPT, dense_attend
 from minispec.core.kv_cache import KVCache, whole_blocks
 from minispec.core.requests import Request, Segment, Round, check_requests, pack
@@ -323,7 +322,6 @@ class Decoder:
     batch_size: int = 1
     record: bool = False
     block_size: int = None
-    generate = Engine.generate
 
     def __post_init__(self):
         if self.threshold is not None and not 0 <= self.threshold <= 1:
@@ -332,6 +330,11 @@ class Decoder:
         self.block_size = self.block_size or block_size_of(self.model)
         self.seconds = dict.fromkeys(("draft", "verify", "prefill", "other"), 0.0)
         self.counts = dict.fromkeys(("forwards", "tokens_fed", "tokens_kept"), 0)
+
+    def generate(self, requests):
+        """Answer the requests and return their generations, in order."""
+        list(self.stream(requests))
+        return [r.generation for r in requests]
 
     @torch.inference_mode()
     def stream(self, requests):

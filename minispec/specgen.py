@@ -217,8 +217,8 @@ def look_ahead(scores, memory):
     """Scores (L, G, T) of the selection "ahead". Attention to a position often moves on to the following
     positions, because text is read in order. So a score is passed on to the next 7 positions, fading with
     each. Scores of earlier rounds, memory (L, G, up to T) or None, count half with every round since."""
-    # Doubling: 3 steps reach 1 + 2 + 4 = 7 positions.
     scores = scores.clone()
+    # Doubling: 3 steps reach 1 + 2 + 4 = 7 positions.
     for step in (1, 2, 4):
         passed = FADE ** step * scores[..., :-step]
         scores[..., step:].clamp_(min=passed)

@@ -124,7 +124,7 @@ def chat(engine, tokenizer, sampling, limit):
             messages.clear()
             continue
         request = Request(ids, min(limit, block_size - len(ids)), sampling, tokenizer.ends)
-        # Few turns need a larger cache, and on a GPU new graphs.
+        # Rounded up, so that few turns need a larger cache, and on a GPU new graphs.
         request.longest = min(block_size, 1 << (request.longest - 1).bit_length())
         printer = Printer(tokenizer)
         # The clock of this answer alone.
