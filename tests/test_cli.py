@@ -24,7 +24,7 @@ import train_gpt
 import train_prism
 import train_specdiff
 from minispec import bounds
-from minispec.core.requests import Generation
+from minispec.core.requests import Generation, Request
 from minispec.data import mixture, prompts, tasks
 from minispec.data.tokenizer import MASK, Tokenizer
 from minispec.tools import answers, files, gguf_file, methods, terminal, training
@@ -589,6 +589,29 @@ def test_chat_keeps_the_conversation(method, talk, toy, monkeypatch):
     said = {"role": "assistant", "content": answer}
     assert second == t.chat_ids([t.asked("one\n"), said, t.asked("two\n")])
     assert shown.startswith(f"{toy}: 0.") and shown.count("[12 tokens, tau ") == 2
+
+
+def test_few_turns_of_a_chat_need_a_larger_cache(talk, monkeypatch):
+    """A larger cache means new graphs on a GPU."""
+    longest = []
+
+    def watched(engine, requests, *rest, streamed=terminal.stream):
+        longest.append(requests[0].longest)
+        return streamed(engine, requests, *rest)
+
+    monkeypatch.setattr(terminal, "stream", watched)
+    talk(["hi"] * 12, "--max-new-tokens", "3")
+    assert len(longest) == 12 and len(set(longest)) <= 6
+
+
+def test_a_line_of_a_batch_shows_the_end_of_its_text_without_decoding_all_of_it():
+    decoded = []
+    tokenizer = SimpleNamespace(decode=lambda ids: decoded.append(ids) or " ".join(map(str, ids)))
+    request = Request([1], 5000)
+    request.generation.token_ids = list(range(5000))
+    lines = terminal.Lines(tokenizer)
+    lines(request, [])
+    assert lines.bars[request].desc.endswith("4998 4999") and len(decoded[0]) < 1000
 
 
 @pytest.mark.parametrize("after", [6, 0])

@@ -237,17 +237,15 @@ class Engine:
         # Others were cancelled meanwhile.
         live = [(s, *verdict) for s, verdict in zip(segments, verdicts) if not s.request.finished]
         # Later rows overwrite the rejected rows of a chain. The accepted path of a tree moves together.
-        paths = [(s.request.blocks, s.start, [0, *path]) for s, path, _ in live if s.kind == "verify"]
-        self.cache.keep(paths)
+        self.cache.keep([(s.request.blocks, s.start, [0, *path]) for s, path, _ in live if s.parents])
         committed = []
         for s, path, token in live:
             r = s.request
             if s.kind == "verify":
-                rows = [0, *path]
-                r.n_cached += len(rows)
+                r.n_cached += len(path) + 1
                 if self.scheduler.drafter.uses_hidden_states:
                     # A slice for a chain: a list has to go to a GPU. A copy: a view would keep all rows.
-                    chosen = slice(len(rows)) if s.parents is None else rows
+                    chosen = [0, *path] if s.parents else slice(len(path) + 1)
                     self.scheduler.drafter.observe(r, s.features[chosen].clone())
             self.scheduler.verified(s, len(path))
             committed.append((r, r.commit(s, path, token)))

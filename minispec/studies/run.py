@@ -23,7 +23,7 @@ from minispec.data import loops, tasks
 from minispec.studies import measure, results
 from minispec.studies.results import SAME, engine_of, identical, suitable, time_interleaved
 from minispec.tools import methods
-from minispec.tools.answers import requests_of
+from minispec.tools.answers import requests_of, tau
 from minispec.tools.files import naming, read_json, write_json
 from minispec.tools.intervals import interval
 from minispec.tools.markdown import table, texts
@@ -326,7 +326,7 @@ def rows_of(timed, about, prices):
             "decoding": run.decoding_rate / plain.decoding_rate,
             "rates": run.rates,
             "rate_speedup": statistics.mean(run.rates) / statistics.mean(plain.rates),
-            "tau": sum(s.committed for s in steps) / max(len(steps), 1),
+            "tau": tau(steps),
             "acceptance": sum(s.accepted for s in steps) / proposed if proposed else None,
             "phases": run.phases,
             "modelled": ladder_of.replay(plans, prompts, cost, about["batch"]) if priced else None,

@@ -49,6 +49,11 @@ def verdict(problem, generation, tokenizer):
 
 # -- from a finished run to figures ----------------------------------------
 
+def tau(rounds):
+    """The mean number of tokens committed per round, and so per verifying forward."""
+    return sum(r.committed for r in rounds) / max(len(rounds), 1)
+
+
 def summary(generations, engine):
     """The figures of one run over all its requests, as a dict (docs/glossary.md explains them). The rate of a
     phase that did not happen is None.
@@ -80,7 +85,7 @@ def summary(generations, engine):
         "prompt_tokens": prompt,
         "prefill_tokens_per_second": ratio(min(prompt, fed), prefill),   # without shared tokens
         "decode_tokens_per_second": ratio(decoded, seconds - prefill),
-        "tau": sum(s.committed for s in steps) / max(len(steps), 1),
+        "tau": tau(steps),
         "acceptance_by_position": by_position,
         "phase_seconds": dict(engine.seconds),
         "warm_up_seconds": getattr(engine, "warm_up", 0.0),
