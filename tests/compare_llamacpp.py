@@ -1,13 +1,11 @@
 """SmolLM2 in our loop next to the programs that know it: the same ids, the same tokens, how many a second?
 
     pip install xllamacpp transformers tokenizers
-    python tests/compare_llamacpp.py                 # or some of: speed steps rows ids greedy load
+    python tests/compare_llamacpp.py                 # or some of: speed ids greedy load
 
 speed     tokens/s of our plain loop, llama.cpp and transformers in turn, one request at a time, the prompt
           not counted. All decode the same weights, written as fp32 and as bf16; llama.cpp also reads the
           4-bit file as it is.
-steps     what each step of the optimisation of a forward gained
-rows      seconds of a forward by its rows, and of its products alone
 ids       ids of 10,000 texts are those of `tokenizers` (prompts of --data, and random strings)
 greedy    fp32: after every token of our greedy answers to Spec-Bench prompts, transformers' most likely token
           is our next one
@@ -16,28 +14,20 @@ load      seconds and peak memory of loading, in a fresh process
 Writes results/llamacpp.json, and keeps there what other parts found.
 """
 import atexit
-import contextlib
-import functools
 import multiprocessing
 import os
 import statistics
 import tempfile
 import time
-from unittest import mock
 
 import root  # noqa: F401  before torch
 import torch
-import torch.nn.functional as F
 from tqdm import tqdm
 
 import compare_checkpoints
 import shown
 from gguf_writer import write_gguf
-from minispec.core import cpu, gpt
-from minispec.core.attention import FullKeys, packed_attend
 from minispec.core.engine import Engine
-from minispec.core.gpt import dense_attend
-from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request
 from minispec.core.scheduler import SyncScheduler
 from minispec.data import prompts
@@ -57,6 +47,7 @@ Explain what a computer does.
 Who was Isaac Newton?
 Describe a day at the sea.""".split("\n")
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+NEW, REPEATS = 48, 5            # tokens of a timed answer, timed rounds
 
 
 # -- speed ---------------------------------------------------------------------------------------------------
@@ -100,27 +91,27 @@ def transformers_generate(folder, dtype):
     return run
 
 
-def in_turn(loops, args):
+def in_turn(loops):
     """{loop: ([tokens/s], [output])} of one question after the other, all loops in turn, so that a slow
     minute falls on all."""
     tokenizer = Tokenizer.load("smollm2")
     found = {name: ([], []) for name in loops}
-    for i in tqdm(range(-1, args.repeats)):              # the first one warms up
+    for i in tqdm(range(-1, REPEATS)):                   # the first one warms up
         ids = tokenizer.prompt_ids(QUESTIONS[i % len(QUESTIONS)])
         for name, run in loops.items():
             moments = [time.perf_counter()]
-            for n in (1, args.new):                      # the prompt alone, then all
+            for n in (1, NEW):                           # the prompt alone, then all
                 out = run(ids, n)
                 moments.append(time.perf_counter())
             start, between, end = moments
             if i >= 0:
-                found[name][0].append((args.new - 1) / (end - between - (between - start)))
+                found[name][0].append((NEW - 1) / (end - between - (between - start)))
                 found[name][1].append(out)
     return found
 
 
-def about(args, rows):
-    return {"new_tokens": args.new, "threads": torch.get_num_threads(), "rows": rows}
+def about(rows):
+    return {"new_tokens": NEW, "threads": torch.get_num_threads(), "rows": rows}
 
 
 def speed(args):
@@ -138,102 +129,20 @@ def speed(args):
                      "transformers generate": transformers_generate(folder, model.dtype)}
             if kind == "BF16":
                 loops["llama.cpp, 4 bits"] = llama_cpp(source.file, threads)
-            found = in_turn(loops, args)
+            found = in_turn(loops)
         plain, want = found["minispec ar"]
         for name, (rates, outputs) in found.items():
             rows.append({"loop": name, "dtype": dtype, "tokens_per_second": rates,
                          "ratio": statistics.median(a / b for a, b in zip(plain, rates)),
                          "identical": sum(text_of(a, tokenizer) == text_of(b, tokenizer)
-                                          for a, b in zip(outputs, want)), "prompts": args.repeats})
-    return about(args, rows)
+                                          for a, b in zip(outputs, want)), "prompts": REPEATS})
+    return about(rows)
 
 
 def text_of(out, tokenizer):
     """As llama.cpp gives it, without special tokens."""
     special = tokenizer.special.values()
     return out if isinstance(out, str) else tokenizer.decode([t for t in out if t not in special])
-
-
-@functools.cache
-def packed(w):
-    return torch.ops.mkldnn._reorder_linear_weight(w.detach())
-
-
-def packed_product(x, w, bias):
-    """A lone row, multiplied as several rows are."""
-    return torch.ops.mkldnn._linear_pointwise.default(x, packed(w), bias, "none", [], "")
-
-
-def plain_norm(self, x):
-    return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-STEPS = {                                                # a step: what undoes it
-    "weights are packed": (cpu, "PACKED_TYPES", set()),
-    "a lone row is multiplied as it is": (cpu, "row_product", packed_product),
-    "a norm takes five operators": (gpt.RMSNorm, "forward", plain_norm),
-}
-
-
-def undone(patches, run):
-    """run while these patches are in force."""
-    def patched(*args):
-        with contextlib.ExitStack() as stack:
-            for patch in patches:
-                stack.enter_context(mock.patch.object(*patch))
-            return run(*args)
-    return patched
-
-
-def steps(args):
-    """The loop without any of the steps, and with one after the other; the last row has them all."""
-    rows = []
-    for dtype in DTYPES:
-        run = ours(checkpoints.load("smollm2", dtype=getattr(torch, dtype)))
-        names = ["before", *(f"with: {name}" for name in STEPS)]
-        loops = {name: undone([*STEPS.values()][done:], run) for done, name in enumerate(names)}
-        rows += [{"step": name, "dtype": dtype, "tokens_per_second": rates}
-                 for name, (rates, _) in in_turn(loops, args).items()]
-    return about(args, rows)
-
-
-@torch.no_grad()
-def rows(args, cached=200, repeats=25):
-    """Median seconds of a forward of n rows behind `cached` tokens, and of its products one after the other,
-    all ways in turn."""
-    ways = [("packed", 1, packed_product), *(("", n, cpu.row_product) for n in (1, 2, 4, 9))]
-    found = []
-    for dtype in DTYPES:
-        model = checkpoints.load("smollm2", dtype=getattr(torch, dtype))
-        linears = [m for m in model.modules() if isinstance(m, cpu.Linear)]
-        inputs = {n: [torch.randn(n, m.in_features).to(model.dtype) for m in linears] for _, n, _ in ways}
-        cache = KVCache(model.config, 2 * cached, model.dtype)
-        blocks = cache.open(2 * cached)
-
-        def forward(n):
-            attend = packed_attend([(0, n, FullKeys(cache, blocks, cached, n))])
-            model.logits(model(torch.arange(n), torch.arange(cached, cached + n), attend))
-
-        def products(n):
-            for linear, x in zip(linears, inputs[n]):
-                linear(x)
-
-        seconds = {}
-        for i in range(-3, repeats):                     # the first ones warm up
-            for how, n, product in ways:
-                with mock.patch.object(cpu, "row_product", product):
-                    for run in (forward, products):
-                        start = time.perf_counter()
-                        run(n)
-                        if i >= 0:
-                            own = seconds.setdefault((how, n), {"forward": [], "products": []})
-                            own[run.__name__].append(time.perf_counter() - start)
-        size = sum(m.weight.numel() * m.weight.element_size() for m in linears)
-        found += [{"dtype": dtype, "rows": n, "how": how, "bytes": size,
-                   **{name: statistics.median(some) for name, some in own.items()}}
-                  for (how, n), own in seconds.items()]
-        packed.cache_clear()
-    return {"threads": torch.get_num_threads(), "cached": cached, "rows": found}
 
 
 # -- the same ids and tokens ---------------------------------------------------------------------------------
@@ -278,7 +187,7 @@ def greedy(args, n=50, n_new=100, longest=400):
         x = torch.tensor([g.prompt_ids + g.token_ids[:-1]])
         with torch.inference_mode():
             logits = theirs(x).logits[0]
-            mine = model.logits(model(x, torch.arange(x.shape[1])[None], dense_attend()))[0]
+            mine = model.logits(model(x))[0]
         difference = max(difference, (logits - mine).abs().max().item())
         best, second = logits[-n_new:].topk(2).values.T
         differs = logits[-n_new:].argmax(-1) != torch.tensor(g.token_ids)
@@ -294,7 +203,7 @@ def load(args):
             for dtype, size in (("bfloat16", 2), ("float32", 4))}
 
 
-PARTS = {f.__name__: f for f in (speed, steps, rows, ids, greedy, load)}
+PARTS = {f.__name__: f for f in (speed, ids, greedy, load)}
 
 
 def main():
@@ -302,8 +211,6 @@ def main():
     add = p.add_argument
     add("parts", nargs="*", choices=[*PARTS, []], default=[], help="default: all of them")
     add("--data", default=os.environ.get("MINISPEC_DATA"), help="folder of public prompts (docs/prompts.md)")
-    add("--new", type=int, default=48, help="tokens of a timed answer (default %(default)s)")
-    add("--repeats", type=int, default=5, help="timed rounds (default %(default)s)")
     args = p.parse_args()
     file = results.path("llamacpp.json")
     result = read_json(file)["result"] if os.path.exists(file) else {}

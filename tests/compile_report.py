@@ -24,7 +24,7 @@ from root import ROOT
 import torch
 
 from kernels import INTERPRETED, attention, scores, supported, triton
-from minispec.tools.files import replaced
+from minispec.tools.files import write_text
 
 GROUPS = (1, 4)
 HEADS = (32, 64, 128, 256)
@@ -116,20 +116,17 @@ def faults(row):
     return ", ".join(found)
 
 
-def write(path, report):
+def write(path, head, rows):
     """JSON with one row a line."""
-    rows = ",\n  ".join(json.dumps(row) for row in report["rows"])
-    head = json.dumps({k: v for k, v in report.items() if k != "rows"}, indent=1)[:-2]
-    with replaced(path) as temporary, open(temporary, "w", encoding="utf-8") as f:
-        f.write(f'{head},\n "rows": [\n  {rows}\n ]\n}}\n')
+    head, rows = json.dumps(head, indent=1)[:-2], ",\n  ".join(map(json.dumps, rows))
+    write_text(path, f'{head},\n "rows": [\n  {rows}\n ]\n}}\n')
 
 
-def lines():
-    """The cells of the report, a line for each kernel, dtype, head size and architecture: one for each
-    group."""
-    for name, dtype, d, arch in itertools.product(KERNELS, DTYPES, HEADS, ARCHS):
+def cells():
+    """The arguments of compile_one for every row of the report."""
+    for name, dtype, d, arch, group in itertools.product(KERNELS, DTYPES, HEADS, ARCHS, GROUPS):
         if supported(d, DTYPES[dtype]):
-            yield [(name, dtype, group, d, arch) for group in GROUPS]
+            yield name, dtype, group, d, arch
 
 
 def main():
@@ -139,22 +136,14 @@ def main():
     if triton is None or INTERPRETED:
         sys.exit("compile_report.py needs triton installed and TRITON_INTERPRET unset")
 
-    print("kernel            dtype  head  arch    registers, shared KB, blocks per SM by group")
     rows = []
-    for line in lines():
-        name, dtype, _, d, arch = line[0]
-        print(f"{name:18}{dtype:6}{d:5}  sm_{arch:<5}", end="")
-        for r in (compile_one(*cell) for cell in line):
-            shared = r["shared_bytes"] / 1024
-            mark = " !" * bool(faults(r))
-            print(f"{r['registers']:3} {shared:5.1f} {r['blocks_per_sm']:2}{mark}", end="  ")
-            rows.append(r)
-        print(flush=True)
+    for cell in cells():
+        rows.append(compile_one(*cell))
+        print(rows[-1], faults(rows[-1]), flush=True)
 
-    bad = [f"{r['kernel']} {r['dtype']} g={r['group']} D={r['head_dim']} {r['arch']} {faults(r)}"
-           for r in rows if faults(r)]
+    bad = [f"{row} {faults(row)}" for row in rows if faults(row)]
     write(args.out, {"command": "python tests/compile_report.py", "triton": triton.__version__,
-                     "compiled": len(rows), "faults": bad, "rows": rows})
+                     "compiled": len(rows), "faults": bad}, rows)
     print(f"{len(rows)} kernels compiled, {len(bad)} with faults; report in {args.out}", *bad, sep="\n")
     sys.exit(bool(bad))
 

@@ -23,8 +23,10 @@ from safetensors.torch import load_file  # noqa: E402
 
 from beside import pytest_sessionstart  # noqa: E402, F401  a hook
 from minispec.core import gpt  # noqa: E402
-from minispec.core.kv_cache import BLOCK  # noqa: E402
-from minispec.data import tasks  # noqa: E402
+from minispec.core.attention import FullKeys, packed_attend  # noqa: E402
+from minispec.core.kv_cache import BLOCK, KVCache  # noqa: E402
+from minispec.data import rollouts, tasks  # noqa: E402
+from minispec.data.tokenizer import Tokenizer  # noqa: E402
 from minispec.specgen import SELECTIONS, SpecGen  # noqa: E402
 from minispec.tools import checkpoints  # noqa: E402
 from minispec.tools.script import run_main  # noqa: E402
@@ -66,10 +68,8 @@ def seeded(seed=0):
 
 def dense_logits(model, ids):
     """Logits (T, V) of one sequence without any cache: the slow, obvious reference."""
-    from minispec.core.gpt import dense_attend
-    x = torch.tensor([ids])
     with torch.inference_mode():
-        return model.logits(model(x, torch.arange(len(ids))[None], dense_attend()))[0]
+        return model.logits(model(torch.tensor([ids])))[0]
 
 
 def prompts(n=8, vocab=64, seed=0):
@@ -100,7 +100,6 @@ def usual_blocks(small_blocks, monkeypatch):
 
 def only_keys(cache, start, n, **kw):
     """FullKeys of the only request of a cache, which has all of it."""
-    from minispec.core.attention import FullKeys
     if not hasattr(cache, "only"):
         cache.only = cache.open(cache.n_slots)
     return FullKeys(cache, cache.only, start, n, **kw)
@@ -108,7 +107,6 @@ def only_keys(cache, start, n, **kw):
 
 def attend_alone(keys):
     """attend over the rows of one request."""
-    from minispec.core.attention import packed_attend
     return packed_attend([(0, keys.n, keys)])
 
 
@@ -119,7 +117,6 @@ def cached_kv(cache, blocks, n):
 
 def fresh_kv(model, tokens, *more):
     """Keys and values of some tokens of a text, read in one forward of a new cache; more: other inputs."""
-    from minispec.core.kv_cache import KVCache
     n = len(tokens)
     cache = KVCache(model.config, n)
     model(torch.tensor(tokens), torch.arange(n), attend_alone(only_keys(cache, 0, n)), *more)
@@ -152,7 +149,6 @@ def chi_square(counts, probs):
 
 def toy_target(**changes):
     """(random target, tokenizer) with the vocabulary and the ends of the shipped ones."""
-    from minispec.data.tokenizer import Tokenizer
     tokenizer = Tokenizer.load(TARGET)
     ends = {f"{name}_id": tokenizer.special[f"<|{name}|>"] for name in ("bos", "eos")}
     return toy_model(vocab=tokenizer.vocab_size, **ends, **changes), tokenizer
@@ -257,12 +253,22 @@ def whole(drafter):
 def record_here(command, **kw):
     """In the place of subprocess.run: the answers of a training are made in this process, because importing
     torch takes seconds."""
-    from minispec.data import rollouts
     assert command[1:3] == ["-m", "minispec.data.rollouts"]
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
         run_script(rollouts, *command[3:])
     return subprocess.CompletedProcess(command, 0, shown.getvalue())
+
+
+def spoil_ngram(patch, owner, name):
+    """Engines of ngram that owner.name makes commit token 7 in every round."""
+    def make(method, *args, real=getattr(owner, name)):
+        engine = real(method, *args)
+        if method == "ngram":
+            engine.verify = lambda segments, logits: [([], 7) for _ in segments]
+        return engine
+
+    patch.setattr(owner, name, make)
 
 
 def log_of(folder):
@@ -333,10 +339,15 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def shipped():
+def tokenizer():
+    """The shipped one, which most toys have, too."""
+    return Tokenizer.load(TARGET)
+
+
+@pytest.fixture(scope="session")
+def shipped(tokenizer):
     """(target, tokenizer) of the checkpoints that come with the repository."""
-    from minispec.data.tokenizer import Tokenizer
-    return checkpoints.load(TARGET, dtype=torch.float32), Tokenizer.load(TARGET)
+    return checkpoints.load(TARGET, dtype=torch.float32), tokenizer
 
 
 class Arbitrary(SpecGen):

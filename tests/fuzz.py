@@ -2,7 +2,7 @@
 2, nothing half-written.
 
     python tests/fuzz.py               # 2,000 of each, 20 minutes on one core; writes results/knocks.json
-    python tests/fuzz.py --lines 30 --files 30 --seed 5 --no-results
+    python tests/fuzz.py --lines 30 --files 30 --seed 5            # fewer: nothing is written
     python tests/fuzz.py --only files:17                   # one case again, with its output
 
 A case is a folder with a copy of the scripts and toy models, a script with arguments, and perhaps one
@@ -68,7 +68,7 @@ TRACES = "\n".join('{"id": "%s", "prompt_len": 40, "n_out": 7, "accept": %s}' % 
 COSTS = """
 {"verify": {"kind": "linear", "base": 5e-3, "token": 2e-5, "kv": 4e-8},
  "overhead": {"kind": "linear", "base": 1e-3},
- "draft": {"ngram": {"kind": "share", "of_verify": 0.006},
+ "draft": {"ngram": {"kind": "linear", "base": 3e-5},
            "draft": {"kind": "linear", "base": 1e-3, "step": 7e-4}}}
 """
 PRISM = "--out out --prompts 3 --heldout 1 --max-new-tokens 6 --tokens 300"
@@ -216,28 +216,24 @@ def run(folder, name, argv):
 
 # -- command lines ---------------------------------------------------------------------------------------
 
+def parser_of(module):
+    """The parser of a script, which is asked for its help."""
+    argv = mock.patch.object(sys, "argv", [module.__name__, "--help"])
+    helped = mock.patch.object(script.Parser, "print_help", autospec=True)
+    with argv, helped as shown, contextlib.suppress(SystemExit):
+        module.main()
+    return shown.call_args.args[0]
+
+
 def options():
     """{script: [(option, its good values, values that it takes)]}, asked of the scripts' own parsers."""
-    found = {}
-
-    class Seen(Exception):
-        pass
-
-    def see(parser, argv=None):
-        found[name] = [a for a in parser._actions if a.option_strings and "--help" not in a.option_strings]
-        raise Seen
-
-    for name, module in SCRIPTS.items():
-        argv = mock.patch.object(sys, "argv", [name, "--help"])        # decode.py alone shows its summary
-        with argv, mock.patch.object(script.Parser, "parse_args", see), contextlib.suppress(Seen):
-            module.main()
-
     def known(a):
         option = a.option_strings[0]
         values = [] if a.nargs == 0 else list(map(str, a.choices or GOOD.get(option, NUMBERS)))
         return option, values, a.nargs if isinstance(a.nargs, int) else 1
 
-    return {name: list(map(known, some)) for name, some in found.items()}
+    return {name: [known(a) for a in parser_of(module)._actions if a.option_strings and a.dest != "help"]
+            for name, module in SCRIPTS.items()}
 
 
 def command_line(rng, known):
@@ -447,8 +443,6 @@ def main():
     add("--files", type=int, default=2000, help="damaged files")
     add("--seed", type=int, default=1)
     add("--only", metavar="KIND:NUMBER", help="one case, with its output")
-    add("--no-results", action="store_true",
-        help="write no results/knocks.json; with other --lines or --files none is written either")
     args = p.parse_args()
     out = {}
     with scratch() as top:
@@ -462,7 +456,7 @@ def main():
             return print(f"{text}\n{what}\nexit {code} after {seconds:.1f} s: {wrong or 'fine'}")
         for kind in ("files", "lines"):
             out[kind] = several(kind, getattr(args, kind), args.seed, source, known)
-            if not args.no_results and getattr(args, kind) == p.get_default(kind):
+            if getattr(args, kind) == p.get_default(kind):
                 note(kind, out[kind])
     print(json.dumps(out))
     return sum(x["failures"] for x in out.values()) > 0

@@ -16,12 +16,6 @@ def lines(head, rows):
     return join([cells[0], ["---"] * len(cells[0]), *cells[1:]])
 
 
-def transformers(r):
-    return lines("loop | tokens/s, median (range) | ratio to transformers", [
-        f"transformers generate | {spread(r['transformers'])} | 1.00",
-        f"minispec ar | {spread(r['minispec'])} | {r['ratio']:.2f}"])
-
-
 def llamacpp(r):
     """The parts of tests/compare_llamacpp.py that were measured, a table each."""
     tokens = lambda part: f"tokens/s, {part['threads']} threads, median (range)"
@@ -30,16 +24,6 @@ def llamacpp(r):
         rows = [f"{x['loop']} | {x['dtype']} | {spread(x['tokens_per_second'], 1)} | {x['ratio']:.2f} | "
                 f"{cell(SAME, x)}" for x in r["speed"]["rows"]]
         parts.append(lines(f"loop | dtype | {tokens(r['speed'])} | ours, times as fast | same text", rows))
-    if "steps" in r:
-        rows = [f"{x['step']} | {x['dtype']} | {spread(x['tokens_per_second'], 1)}"
-                for x in r["steps"]["rows"]]
-        parts.append(lines(f"one step after the other | dtype | {tokens(r['steps'])}", rows))
-    if "rows" in r:
-        rows = [f"{x['rows']} {x['how']}".strip() + f" | {x['dtype']} | {1000 * x['forward']:.1f} | "
-                f"{1000 * x['products']:.1f} | {x['bytes'] / x['products'] / 1e9:.0f}"
-                for x in r["rows"]["rows"]]
-        parts.append(lines(f"rows at a context of {r['rows']['cached']} tokens | dtype | ms a forward | "
-                           "ms of its products | GB/s that they read", rows))
     rows = []
     if "ids" in r:
         rows.append(f"texts with the ids of `tokenizers` | {r['ids']['same']:,} of {r['ids']['texts']:,}")

@@ -1,14 +1,12 @@
 """The method that chooses: lossless whoever drafts, and its choices follow prices and acceptance."""
 
-import statistics
-from collections import defaultdict
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 from conftest import ids_of, near_toy, refused, steps_of, toy_model
-from test_bounds import Round, linear, time_of
+from test_bounds import Round, grid, linear, time_of
 import test_engine
 from test_engine import REJECTION, SCHEDULERS, prompts, sampled
 
@@ -35,12 +33,12 @@ def whole_chains(monkeypatch):
     monkeypatch.setattr(ChainDrafter, "min_confidence", 0.0)
 
 
-def prices(draft=0.05, base=1.0, token=0.02, **more):
+def prices(draft=0.05, base=1.0, token=0.02):
     """A cost table. Seconds: of a step `base`, and `token` per token; of a draft of the small model `draft`;
     of a lookup none."""
     drafters = {"ngram": linear(), "draft": linear(step=draft), "far": linear(step=0.01)}
     verify = linear(base=base, token=token)
-    return CostTable({"verify": verify, "draft": drafters, "prefill": linear(), **more})
+    return CostTable({"verify": verify, "draft": drafters, "prefill": linear()})
 
 
 def small(model, name="draft"):
@@ -71,7 +69,16 @@ SCHEDULERS["adaptive"] = lambda e, model, other: adaptive(
 # -- lossless --------------------------------------------------------------------------------------
 
 
-def test_greedy_is_identical_and_all_of_them_draft():
+def test_greedy_is_identical_and_all_of_them_draft(monkeypatch):
+    """A batch with one drafter, asked once, and one length: rows of equal lengths share their products."""
+    noted = []
+
+    def propose(self, requests, limits, real=Adaptive.propose):
+        out = real(self, requests, limits)
+        noted.append((self.name, len({*limits}) == 1, [len(drafts) for drafts, *_ in out]))
+        return out
+
+    monkeypatch.setattr(Adaptive, "propose", propose)
     some = prompts(8)
     drafters = NGram(3, 1), small(CLOSE), small(OTHER, "far")
     got = answer(adaptive(prices(), *drafters), some, 4)
@@ -79,6 +86,8 @@ def test_greedy_is_identical_and_all_of_them_draft():
     steps = steps_of(got)
     assert {s.proposer for s in steps} >= {"ngram", "draft", "far"}
     assert not any(s.proposed for s in steps if s.proposer == "target")
+    alike = [lengths for name, equal, lengths in noted if equal and name != "ngram"]
+    assert all(len({*lengths}) == 1 for lengths in alike) and max(map(len, alike)) == 4
 
 
 def test_sampled_output_has_the_targets_distribution():
@@ -128,37 +137,39 @@ def test_looked_up_tokens_are_verified_next_to_drafts():
 
 
 def test_the_choice_has_the_most_expected_tokens_per_second():
-    """Of the whole batch, against a loop over drafters and lengths."""
+    """Of the whole batch, against a loop over drafters and lengths. Measured prices may fall; every second
+    request is new to the drafters; what they accept elsewhere counts up to a limit; "far" has a window."""
     rng = np.random.default_rng(0)
     names = "ngram", "draft", "far"
     chosen = set()
     for batch in [1, 3] * 40:
-        draft = {name: linear(step=rng.uniform(0, 0.3)) for name in names}
-        verify, read = linear(base=1.0, token=rng.uniform(0, 0.1)), {"draft": linear(token=0.05)}
-        cost = CostTable({"verify": verify, "draft": draft, "read": read})
+        verify = grid([1, 3], [1, 2, 3, 4, 5, 6], [0], rng.uniform(1, 2, (2, 6, 1)))
+        draft = {name: linear(step=rng.uniform(0, 0.15)) for name in names}
+        read = dict.fromkeys(names, linear(token=0.3))
+        accept = {"draft": 0.3, "far": 1.0}
+        cost = CostTable({"verify": verify, "draft": draft, "read": read, "accept": accept})
         chooser = Adaptive([NGram(), small(CLOSE), small(OTHER, "far")], cost, 5)
-        some = [Request([1, 2, 3]) for _ in range(batch)]
+        chooser.drafters["far"].gamma = 2
+        some = [Request([1, 2, 3], n) for n in rng.integers(6, 40, batch)]
         limits = rng.integers(0, 6, batch).tolist()
         found = [[7] * rng.integers(0, 5) for _ in some]
-        chances = defaultdict(list)
+        room = {"ngram": [*map(len, found)], "draft": limits, "far": [min(n, 2) for n in limits]}
+        kv = 128 * batch
+        best = {("target", 0): batch / cost.step(kv, batch, batch)}
         for name in names:
             total = chooser.counts[name]
             total += sorted(rng.uniform(0, 9, 2))
             for r in some[::2]:                              # the others have not read their prompts
                 own = chooser.history[r][name]
                 own += sorted(rng.uniform(0, 9, 2))
-            for r in some:
-                own = chooser.history[r][name]
-                chances[name].append(rate(own, rate(total, 0.85)))
-        kv = 128 * batch
-        best = {("target", 0): batch / cost.step(kv, batch, batch)}
-        for name in names:
-            for k in range(1, 6):
+            prior = 0.3 if name == "draft" else 0.85
+            chances = [rate(chooser.history[r][name], rate(total, prior)) for r in some]
+            for k in range(1, max(room[name]) + 1):
                 seconds = cost.step(kv, batch * (k + 1), batch)
-                seconds += (name != "ngram") * cost.draft(name, kv, k, batch)
-                most = [min(k, len(f) if name == "ngram" else limit) for f, limit in zip(found, limits)]
-                tokens = [sum(chance**j for j in range(n + 1)) for chance, n in zip(chances[name], most)]
-                if name == "draft":
+                most = [min(k, n) for n in room[name]]
+                tokens = [sum(chance**j for j in range(n + 1)) for chance, n in zip(chances, most)]
+                if name != "ngram":
+                    seconds += cost.draft(name, kv, k, batch)
                     new = zip(tokens[1::2], some[1::2])
                     seconds += sum(n * cost.read(name, 3) / r.remaining for n, r in new)
                 best[name, k] = sum(tokens) / seconds
@@ -166,72 +177,17 @@ def test_the_choice_has_the_most_expected_tokens_per_second():
         assert best[choice] == pytest.approx(max(best.values()))
         chosen.add(choice[0])
         if batch == 1:
-            speed = {name: promise[2] for name, promise in chooser.promises[some[0]].items()}
-            assert choice[0] == max(speed, key=speed.get)
+            promised = chooser.promises[some[0]]
+            speed = {name: promise[2] for name, promise in promised.items()}
+            assert choice == (max(speed, key=speed.get), promised[choice[0]][0])
     assert chosen >= {*names}
 
 
-def test_a_batch_drafts_with_one_drafter_and_one_length(monkeypatch):
-    """Rows of equal lengths share their products."""
-    noted = []
-
-    def propose(self, requests, limits, real=Adaptive.propose):
-        out = real(self, requests, limits)
-        names = {self.name}
-        noted.append((*names, {len(drafts) for drafts, *_ in out} if len({*limits}) == 1 else {0}))
-        return out
-
-    monkeypatch.setattr(Adaptive, "propose", propose)
-    answer(adaptive(prices(), NGram(3, 1), small(CLOSE), small(OTHER, "far")), prompts(8), 4)
-    assert {name for name, _ in noted} >= {"ngram", "draft"}
-    assert all(len(lengths) == 1 for name, lengths in noted if name != "ngram")
-
-
-def test_choices_follow_prices_and_acceptance():
-    some = prompts(4)
-    one = lambda cost, model: answer(adaptive(cost, small(model)), some)
-    assert share(one(prices(), TARGET), "draft") > 0.85  # always right and cheap
-    assert share(one(prices(draft=2.0), TARGET), "target") == 1  # right, but slower than what it saves
-    wrong = one(prices(), OTHER)[2:]  # two answers teach that
+def test_choices_follow_acceptance():
+    one = lambda model: answer(adaptive(prices(), small(model)), prompts(4))
+    assert share(one(TARGET), "draft") > 0.85  # always right and cheap
+    wrong = one(OTHER)[2:]  # two answers teach that
     assert 0.8 < share(wrong, "target") < 1  # tried again now and then
-    mean = lambda cost: statistics.mean(s.proposed for s in steps_of(one(cost, CLOSE)))
-    assert mean(prices(draft=0.001, token=0.001)) > mean(prices(draft=0.1, token=0.1)) + 1
-
-
-def test_a_batch_shares_the_price_of_a_draft():
-    """A draft forward costs the same for one request and for eight, for which alone it pays."""
-    draft = {"draft": linear(step=2.0)}
-    cost = CostTable({"verify": linear(row=1.0), "draft": draft, "prefill": linear()})
-    some = [list(range(i, i + 8)) for i in range(8)]
-    got = {batch: answer(adaptive(cost, small(TARGET)), some, batch) for batch in (1, 8)}
-    assert share(got[1], "target") == 1
-    assert share(got[8], "draft") > 0.8
-
-
-def test_the_prior_is_the_measured_acceptance_up_to_a_limit():
-    """A wrong drafter that is cheap is tried if nothing is known of it, or if it is said to be right."""
-
-    def tried(**accept):
-        return share(answer(adaptive(prices(0.1, accept=accept), small(OTHER)), prompts(4)), "draft")
-
-    assert tried(draft=0.01) == 0 < tried() == tried(draft=1.0)
-
-
-def test_reading_a_prompt_must_pay():
-    """A good drafter that takes long to read pays for a long answer only; lookups read nothing more."""
-    reading = lambda name: prices(read={name: linear(token=0.5)})
-
-    def drafts(new):
-        scheduler = adaptive(reading("draft"), small(TARGET))
-        return share(answer(scheduler, [list(range(50))], 1, new), "draft")
-
-    assert drafts(20) == 0
-    assert drafts(200) > 0.85
-    lookups = [
-        share(answer(adaptive(cost, NGram(3, 1)), [[1, 2, 3] * 20]), "ngram")
-        for cost in (prices(), reading("ngram"))
-    ]
-    assert lookups[0] == lookups[1] > 0
 
 
 def test_about_as_fast_as_the_best_single_drafter_and_within_the_bound():
@@ -254,8 +210,8 @@ def test_about_as_fast_as_the_best_single_drafter_and_within_the_bound():
                 t,
                 cost,
             )
-        best = max(x["speedup"] for x in cell["total time"]["L2"].values())
-        assert 0.95 * best < cell["seconds"] / taken <= cell["total time"]["L6"] + 1e-9
+        best = max(x["speedup"] for x in cell["total time"]["best fixed k"].values())
+        assert 0.95 * best < cell["seconds"] / taken <= cell["total time"]["optimum of all"] + 1e-9
 
 
 @pytest.mark.parametrize("stop, batch, most", [(0.0, 1, 2), (0.1, 1, 6), (0.1, 3, 2)])
@@ -283,24 +239,6 @@ def test_a_graph_takes_the_steps_that_were_priced_not_those_of_the_longest_round
         chooser.promises[request] = {chooser.lookup.name: (0,)}
         chooser.propose([request], [6])
     assert taken == [4, 2]
-
-
-def test_no_more_drafts_than_anyone_has_are_priced():
-    """Measured prices may fall."""
-    grid = {"kind": "grid", "rows": [1], "tokens": [1, 2, 3], "kv": [0], "seconds": [[[1.0], [1.5], [1.2]]]}
-    chooser = Adaptive([NGram()], CostTable({"verify": grid, "draft": {"ngram": linear()}}), 4)
-    r = Request([1, 2, 3])
-    chooser._choose([r], [4], [[7]])
-    k, tokens, speed = chooser.promises[r]["ngram"]
-    assert (k, speed) == (1, tokens / 1.5)
-
-
-@pytest.mark.parametrize("window", [10, 2])
-def test_a_drafter_is_asked_for_at_most_its_window(window):
-    drafter = small(TARGET)
-    drafter.gamma = window
-    got = answer(adaptive(prices(0.001, token=0.001), drafter, k=10), prompts(2))
-    assert max(s.proposed for s in steps_of(got)) == window
 
 
 def test_missing_drafters_and_costs_are_refused(tmp_path):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from conftest import ids_of, toy_model
 
-from minispec import prism
 from minispec.core import admission
 from minispec.core.engine import Engine
 from minispec.core.kv_cache import Allocation, whole_blocks
@@ -38,14 +37,14 @@ def answer(engine, some, n=40):
     return tokens, sum(i["prefill"] for i in engine.iterations)
 
 
-def plain(some, n=40, model=MODEL):
-    """What the autoregressive loop answers."""
+@functools.cache
+def told(some, n, model):
     return answer(Engine(model, SyncScheduler, 8), some, n)[0]
 
 
-@functools.cache
-def reference(n):
-    return plain(prompts(n))
+def plain(some, n=40, model=MODEL):
+    """What the autoregressive loop answers."""
+    return told(tuple(map(tuple, some)), n, model)
 
 
 def demand(scheduler, some):
@@ -67,7 +66,7 @@ def test_half_of_the_demand_is_enough(policy, name):
     peak = sum(sorted(demand(SCHEDULERS[name], some))[-6:])
     engine = Engine(MODEL, SCHEDULERS[name], 6, peak // 2, 16, policy)
     got, fed = answer(engine, some)
-    assert got == reference(10) and engine.cache.used == engine.cache.charged == 0
+    assert got == plain(some) and engine.cache.used == engine.cache.charged == 0
     assert not any(engine.scheduler.pool.taken)
     whole = sum(map(len, some))
     assert (engine.cache.offloaded > 0) == (policy == "offload")
@@ -98,14 +97,6 @@ def test_the_oldest_is_never_pushed_out():
 FUZZ_MODEL = toy_model(n_layer=1, n_head=2, n_kv_head=1)
 
 
-def test_the_host_takes_all_that_leave(n=8, slots=220):
-    """The active requests grow into the room of the others, so the host may hold more than the cache."""
-    some = [[i + 1] * 8 for i in range(n)]
-    engine = Engine(FUZZ_MODEL, SyncScheduler, n, slots, admission="offload")
-    assert answer(engine, some, 200)[0] == plain(some, 200, FUZZ_MODEL)
-    assert engine.cache.offloaded > slots
-
-
 RUNS = 500 if os.environ.get("MINISPEC_FULL") else 25
 
 
@@ -118,11 +109,6 @@ def check_books(engine):
     assert sorted({*free, *held}) == list(range(cache.n_blocks))
     assert len(set(free)) == len(free) and not set(free) & set(held)
     assert all(cache.users[block] == held.count(block) for block in range(cache.n_blocks))
-
-
-@functools.cache
-def alone(prompt, n):
-    return plain([prompt], n, FUZZ_MODEL)[0]
 
 
 @pytest.mark.parametrize("part", range(2))
@@ -167,7 +153,7 @@ def test_fuzz(part):
         engine.generate(later)
         for g, one in zip((r.generation for r in requests), asked):
             n = len(g.token_ids) if g.finish == "cancelled" else one[1]
-            assert g.token_ids == alone(*one)[:n], seed
+            assert g.token_ids == plain(one[:1], one[1], FUZZ_MODEL)[0][:n], seed
         assert engine.cache.used == engine.cache.charged == 0
         assert not engine.active and not engine.admission.paused
         shared += engine.admission.shared
@@ -244,14 +230,6 @@ def test_a_conversation_reads_the_new_line_alone():
         text = text + got
 
 
-def test_drafters_that_read_states_read_the_beginning_themselves():
-    """The target's states of shared tokens are gone, so nothing is shared."""
-    drafter = prism.PrismDrafter(prism.for_target(MODEL, (0,)).eval(), MODEL, 3)
-    engine = Engine(MODEL, lambda e: SyncScheduler(e, drafter, 3), 2)
-    some = [BEGINNING + p for p in prompts(3)]
-    assert answer(engine, some, 20)[0] == plain(some, 20) and engine.admission.shared == 0
-
-
 def test_a_request_leaves_the_cache_after_its_verdict():
     """Delayed verification in a pool where growing takes the last slots: the youngest leaves while its
     verdict is due, unless it is settled first."""
@@ -316,4 +294,4 @@ def test_an_interrupt_while_a_request_leaves_loses_no_blocks(policy, name, monke
     with pytest.raises(KeyboardInterrupt):
         engine.generate(requests)
     assert engine.cache.used == engine.cache.charged == 0
-    assert ids_of(engine.generate(requests)) == reference(10)
+    assert ids_of(engine.generate(requests)) == plain(some)

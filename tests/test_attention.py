@@ -35,9 +35,24 @@ def cached_logits(model, cache, blocks, ids, chunks, record=None):
     return torch.cat(out), keys
 
 
-def assert_dense(model, ids, logits):
-    """These are the logits of the last positions of ids."""
-    assert (logits - dense_logits(model, ids)[-len(logits) :]).abs().max() < 1e-4
+@torch.inference_mode()
+def assert_dense(model, ids, logits, scores=None):
+    """These are the logits of the last rows of ids; and their scores (L, G, T): the softmax probability of
+    every position, mean over these rows and the heads of a group, out of dense matrices."""
+    probs, n = [], len(logits)
+
+    def attend(layer, q, k, v):
+        keys = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+        products = torch.einsum("bqhd,bkhd->hqk", q, keys) / q.shape[-1] ** 0.5
+        unseen = torch.ones(len(ids), len(ids), dtype=torch.bool).triu(1)
+        probs.append(products.masked_fill(unseen, float("-inf")).softmax(-1))
+        return dense_attend()(layer, q, k, v)
+
+    want = model.logits(model(torch.tensor([ids]), attend=attend))[0, -n:]
+    assert (logits - want).abs().max() < 1e-4
+    if scores is not None:
+        last = torch.stack(probs)[:, :, -n:].unflatten(1, (model.config.n_kv_head, -1))
+        assert (scores - last.mean((2, 3))).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("heads", [*HEADS, (8, 1)])
@@ -51,7 +66,7 @@ def test_cached_equals_dense_and_rows_go_to_their_own_slots_alone(table, record,
     assert_dense(model, ids, got)
     others = {*range(cache.n_slots)} - {*cache.slot_list(blocks, range(30))}
     assert not cache.kv[:, :, :, [*others]].any()
-    assert not record or (keys.scores - mean_probabilities(model, ids, 17)).abs().max() < 1e-5
+    assert_dense(model, ids, got[-17:], keys.scores)
 
 
 def scattered(cache, sizes, order):
@@ -91,9 +106,7 @@ def test_requests_are_served_together_wherever_their_blocks_lie(rows, heads, ord
             parts.append((ids[start : start + n], FullKeys(cache, blocks, start, n, pillar_scores)))
         logits = feed(model, parts).split(rows)
         for (_, ids, n), (_, keys), own in zip(requests, parts, logits):
-            text = ids[: len(ids) - step * n]
-            assert_dense(model, text, own)
-            assert (keys.scores - mean_probabilities(model, text, n)).abs().max() < 1e-5
+            assert_dense(model, ids[: len(ids) - step * n], own, keys.scores)
 
 
 def test_requests_with_other_numbers_of_rows_are_padded_until_that_costs_more_than_a_group(monkeypatch):
@@ -171,24 +184,6 @@ def test_segments_of_one_request_read_the_same_blocks(sizes):
         parts += [(ids[i:][:2], FullKeys(cache, blocks, i, 2)) for i in (size - 4, size - 2)]
         want.append(dense_logits(model, ids)[-4:])
     assert (feed(model, parts) - torch.cat(want)).abs().max() < 1e-4
-
-
-@torch.inference_mode()
-def mean_probabilities(model, ids, n):
-    """(L, G, T): the softmax probability of every position, mean over the last n rows and the heads of a
-    group, out of dense matrices."""
-    probs = []
-
-    def attend(layer, q, k, v):
-        keys = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
-        logits = torch.einsum("bqhd,bkhd->hqk", q, keys) / q.shape[-1] ** 0.5
-        unseen = torch.ones(len(ids), len(ids), dtype=torch.bool).triu(1)
-        probs.append(logits.masked_fill(unseen, float("-inf")).softmax(-1))
-        return dense_attend()(layer, q, k, v)
-
-    model(torch.tensor([ids]), torch.arange(len(ids))[None], attend)
-    last = torch.stack(probs)[:, :, -n:].unflatten(1, (model.config.n_kv_head, -1))
-    return last.mean((2, 3))
 
 
 @pytest.mark.parametrize("n", [1, 5])

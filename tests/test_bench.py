@@ -1,9 +1,7 @@
 """bench.py and python -m minispec.bounds: studies that fit together, bounds from files alone, pages, and one
 clear line for bad files."""
-import contextlib
 import gc
 import importlib.util
-import io
 import json
 import os
 import re
@@ -16,10 +14,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TARGET, outcome, python, refusal, table, toy_model, toy_target, words
+from conftest import (ROOT, TARGET, outcome, python, refusal, refused, table, toy_model, toy_target, values,
+                      words)
 from test_bounds import grid
+from test_studies import whole
 
 import bench
+import fuzz
 import gpu_suite as gpu
 import references
 from minispec import bounds, traces
@@ -33,15 +34,7 @@ from minispec.tools.files import write_json
 from minispec.tools.intervals import interval
 from minispec.costs import CostTable
 
-COSTS = json.loads("""
-{"verify": {"kind": "linear", "base": 5e-3, "token": 2e-5, "kv": 4e-8},
- "overhead": {"kind": "linear", "base": 1e-3},
- "draft": {"ngram": {"kind": "share", "of_verify": 0.006},
-           "draft": {"kind": "linear", "base": 1e-3, "step": 7e-4}}}
-""")
-TRACE = """{"id": "%s", "prompt_len": 40, "n_out": 7,
- "accept": {"ngram": [0, 4, 1, 1, 3, 1, 1], "draft": [0, 2, %d, 1, 2, 2, 1]}}""".replace("\n", "")
-TRACES = "\n".join(TRACE % (f"{w}/{i}", 2 + i) for w in ("arith", "story") for i in (0, 1))
+COSTS = json.loads(fuzz.COSTS)
 ABOUT = {"command": "c", "device": "d", "torch": "t", "date": "x", "seconds": 60}
 
 
@@ -49,7 +42,7 @@ ABOUT = {"command": "c", "device": "d", "torch": "t", "date": "x", "seconds": 60
 
 @pytest.fixture
 def files(tmp_path):
-    (tmp_path / "t.jsonl").write_text(TRACES)
+    (tmp_path / "t.jsonl").write_text(fuzz.TRACES)
     (tmp_path / "c.json").write_text(json.dumps(COSTS))
     return tmp_path
 
@@ -60,54 +53,49 @@ def printed(files, more=""):
     return r.stdout
 
 
-def refused(files, more=""):
-    return refusal(bounds, f"--traces {files}/t.jsonl --cost {files}/c.json {more}")
-
-
 def test_bounds_from_two_files_print_the_ladder_and_write_nothing(files):
     text = printed(files)
-    for said in ("4 requests, 24 positions", "c.json", "rounds  of at most 3 drafts", "| arith | 16 | all |",
+    for said in ("3 requests, 18 positions", "c.json", "rounds  of at most 3 drafts", "| a | 16 | all |",
                  "best fixed k | greedy (not a bound) | optimum of one | optimum of all | free drafters",
-                 "| story | 1 | ngram |", "All speed-ups are total time / mean rate (95 % interval"):
+                 "| b | 1 | ngram |", "All speed-ups are total time / mean rate (95 % interval"):
         assert said in text
     assert "observed" not in text
     assert sorted(os.listdir(files)) == ["c.json", "t.jsonl"]
 
 
 def test_batches_and_k_max_are_those_asked_for(files):
-    printed(files, f"--batches 2,9 --k-max 2 --json {files}/o.json")
+    printed(files, f"--batches 2 9 --k-max 2 --json {files}/o.json")
     cells = json.loads((files / "o.json").read_text())["cells"]
     assert {(c["batch"], c["k_max"]) for c in cells} == {(2, 2), (9, 2)}
     assert set(AVERAGES) <= set(cells[0])
 
 
-@pytest.mark.parametrize("args, named", table(f"""
-    --batches 1,0 | batches
-    --batches two | batches
-    --batches 1{"0" * 30} | batches
-    --k-max 1001 | k-max
-    --k-max 0 | k-max
-    --json FOLDER/t.jsonl | cannot write
-"""))
-def test_settings_out_of_range_are_one_line(files, args, named):
-    assert named in refused(files, args.replace("FOLDER", str(files)))
-
-
-BAD = """
-t.jsonl | None | cannot read .*t.jsonl
-c.json | None | cannot read .*c.json
-c.json | {"verify": {"kind": "linear", "base": "fast"}} | c.json: verify.base must be numbers
-t.jsonl | | no trace in this file
-t.jsonl | {"id": "a", "prompt_len": 4, "n_out": 3, "accept": {"ngram": [0, [1], 1]}} | t.jsonl:1: accept.ngram
-t.jsonl | {"id": "a", "prompt_len": 4, "n_out": 2, "accept": {"ngram": [0, 9]}} | t.jsonl:1: accept.ngram.1. m
-c.json | {"verify": {"kind": "linear", "base": 1}} | are not in the cost table
+# Arguments, a file, its new content, part of the line.
+WRONG = """
+--batches 1 0 | | | batches
+--batches two | | | batches
+--batches 1000000000000000000000000000000 | | | batches
+--k-max 1001 | | | k-max
+--k-max 0 | | | k-max
+--json FOLDER/t.jsonl | | | cannot write
+| t.jsonl | gone | cannot read .*t.jsonl
+| c.json | gone | cannot read .*c.json
+| c.json | {"verify": {"kind": "linear", "base": "fast"}} | c.json: verify.base must be numbers
+| t.jsonl | | no trace in this file
+| t.jsonl | {"id": "a", "prompt_len": 4, "n_out": 3, "accept": {"ngram": [0, [1], 1]}} | t.jsonl:1: accept.ngram
+| t.jsonl | {"id": "a", "prompt_len": 4, "n_out": 2, "accept": {"ngram": [0, 9]}} | t.jsonl:1: accept.ngram.1. m
+| c.json | {"verify": {"kind": "linear", "base": 1}} | are not in the cost table
 """
 
 
-@pytest.mark.parametrize("file, content, message", table(BAD))
-def test_a_bad_file_is_named_in_one_line(files, file, content, message):
-    os.remove(files / file) if content == "None" else (files / file).write_text(content)
-    assert re.search(message, refused(files))
+@pytest.mark.parametrize("args, file, content, message", table(WRONG))
+def test_wrong_settings_and_bad_files_are_one_line(files, args, file, content, message):
+    if content == "gone":
+        os.remove(files / file)
+    elif file:
+        (files / file).write_text(content)
+    args = args.replace("FOLDER", str(files))
+    assert re.search(message, refusal(bounds, f"--traces {files}/t.jsonl --cost {files}/c.json {args}"))
 
 
 def drawings(found, some):
@@ -116,19 +104,17 @@ def drawings(found, some):
         done = python("docs/plots.py", found, some)
         assert done.returncode == 0, done.stderr
         assert [f.name for f in found.parent.glob("*_bounds_*.svg")]
-        missing = python("docs/plots.py", found)
-        assert missing.returncode == 2 and "give two files" in missing.stderr
     return sorted(found.parent.glob("*_bounds_*.svg"))
 
 
 EVIL = "a|b\x1b[2J\r$\n{x_$} | c"
 
 
-def test_names_from_files_are_shown_not_obeyed(files, monkeypatch):
+def test_names_from_files_are_shown_not_obeyed(files, monkeypatch, capsys):
     """Of workloads, drafters with and without a price, and devices: none breaks a table, draws a formula or
     reaches a terminal as it is."""
     evil = json.dumps(EVIL)
-    (files / "t.jsonl").write_text(TRACES.replace('"arith/', evil[:-1] + "/").replace('"ngram"', evil))
+    (files / "t.jsonl").write_text(fuzz.TRACES.replace('"a/', evil[:-1] + "/").replace('"ngram"', evil))
     for drafters in (COSTS["draft"], {"draft": COSTS["draft"]["draft"]}):
         costs = json.dumps({**COSTS, "draft": drafters, "about": {EVIL: EVIL}})
         (files / "c.json").write_text(costs.replace('"ngram"', evil))
@@ -145,9 +131,9 @@ def test_names_from_files_are_shown_not_obeyed(files, monkeypatch):
     # bench.py prints its tables the same way.
     made = bounds.table(json.loads((files / "o.json").read_text()))
     monkeypatch.setattr(bench, "STUDIES", {"bounds": lambda *_: {"table": made}})
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        bench.measure(["bounds"], methods.settings(quick=True, force=True))
-    assert "\x1b" not in out.getvalue() and "a\\|b" in out.getvalue()
+    bench.measure(["bounds"], methods.settings(quick=True, force=True))
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "a\\|b" in out
 
 
 def test_bounds_of_own_files_need_no_torch(files):
@@ -173,14 +159,15 @@ def test_bounds_of_own_files_need_no_torch(files):
 def test_the_recipe_makes_traces_of_an_engines_logs(tmp_path):
     """Two logs of vLLM's acceptance branch, as docs/own-traces.md assumes them; the recipe is run as it is
     printed there."""
-    def log(name, lengths, ids):
-        rows = [{"id": f"cmpl-{i}", "prompt_token_ids": [1] * 30, "generated_token_ids": ids[i],
-                 "acc": {"acc_len": own}} for i, own in enumerate(lengths)]
+    # Lengths and ids of three answers; the length at every token of a fourth one.
+    for name, lengths, ids, most in values("""
+        "n.jsonl" | [[1, 21, 3, 9], [1, 1], [1, 2]] | [[5, 6, 7, 8], [5, 6], [5, 6]] | 21
+        "e.jsonl" | [[1, 2, 1, 1], [1, 2], [1, 1]]  | [[5, 6, 7, 8], [5, 9], [5, 6]] | 1
+    """):
+        answers = [*zip(lengths, ids), ([most] * 30, [*range(30)])]
+        rows = [{"id": f"cmpl-{i}", "prompt_token_ids": [1] * 30, "generated_token_ids": own,
+                 "acc": {"acc_len": some}} for i, (some, own) in enumerate(answers)]
         (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
-
-    long = [*range(5, 35)]
-    log("n.jsonl", [[1, 21, 3, 9], [1, 1], [1, 2], [21] * 30], [[5, 6, 7, 8], [5, 6], [5, 6], long])
-    log("e.jsonl", [[1, 2, 1, 1], [1, 2], [1, 1], [1] * 30], [[5, 6, 7, 8], [5, 9], [5, 6], long])
     with open(f"{ROOT}/docs/own-traces.md", encoding="utf-8") as f:
         recipe = re.search(r"```python\n(import json.*?)```", f.read(), re.S)[1]
     r = python("-c", recipe, "ngram=n.jsonl", "eagle3=e.jsonl", cwd=tmp_path)
@@ -232,8 +219,8 @@ def test_the_studies_fit_together(measured):
         (w, b) for w in ("revise", "mixed") for b in (1, 4)]
     names = {"ar", "ngram", "adaptive"}
     for c in cells:
-        assert all(set(c[by]["L0"]) == names and all(c[by]["L0"].values()) for by in AVERAGES)
-        assert set(c["L1"]) == set(c["error"]) == names
+        assert all(set(c[by]["observed"]) == names and all(c[by]["observed"].values()) for by in AVERAGES)
+        assert set(c["modelled"]) == set(c["error"]) == names
     for r in rows:
         assert r["identical"] == r["prompts"] and r["method"] in names
         assert sum(r["phases"].values()) == pytest.approx(r["seconds"])
@@ -266,20 +253,31 @@ def test_every_study_leaves_its_tables_and_figures(measured, monkeypatch):
     # Prices of another machine say nothing about a run.
     prices = {"about": about | {"device": "another"}, **COSTS}
     write_json(f"{folder}/other.json", prices)
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match="run.json: device must be another as"):
+    with monkeypatch.context() as patch, refused("run.json: device must be another as"):
         patch.setattr(results, "FOLDER", str(folder))
         run.bounds(methods.settings(cost=f"{folder}/other.json"), None, None)
     drawn = [f.name for f in drawings(folder / "bounds.json", folder / "traces.jsonl")]
     assert drawn in (["bounds_bounds_batch.svg", "bounds_bounds_gains.svg", "bounds_bounds_winners.svg"], [])
+    if drawn:
+        missing = python("docs/plots.py", folder)
+        assert missing.returncode == 2 and "give two files" in missing.stderr
 
 
-def test_studies_are_chosen():
-    chosen = lambda *names, quick=False: list(bench.chosen(SimpleNamespace(studies=names, quick=quick)))
-    assert chosen() == ["profile", "trace", "run", "bounds"] == [*chosen(quick=True), "bounds"]
-    assert chosen("speed", "profile", quick=True) == ["profile", "speed"]
-    assert chosen("all") == [*bench.STUDIES][:-2] == chosen("all", "bounds", quick=True)
-    assert "bounds" not in chosen("all", quick=True) and chosen("bounds", quick=True) == ["bounds"]
-    assert chosen("arms") == ["arms"]
+EVERY = " ".join([*bench.STUDIES][:-2])
+
+
+@pytest.mark.parametrize("studies, quick, want", table(f"""
+    | | profile trace run bounds
+    | quick | profile trace run
+    speed profile | quick | profile speed
+    bounds | quick | bounds
+    arms | | arms
+    all | | {EVERY}
+    all | quick | {EVERY.replace("bounds ", "")}
+    all bounds | quick | {EVERY}
+"""))
+def test_studies_are_chosen(studies, quick, want):
+    assert bench.chosen(SimpleNamespace(studies=studies.split(), quick=quick)) == want.split()
 
 
 def test_speedups_are_of_decoding_repeat_by_repeat():
@@ -320,14 +318,16 @@ def test_every_batch_size_has_its_best_number_of_drafts(monkeypatch):
     assert drafts[0] > drafts[2] > drafts[4] > drafts[8] == 1 and drafts == sorted(drafts, reverse=True)
 
 
-def test_a_drafter_is_named_for_the_studies_of_drafters_alone():
-    for studies in ("", "run", "arms tau"):
-        assert "--drafter is for arms and cdlm_ablations" in refusal(bench, f"{studies} --drafter {TARGET}")
-
-
-def test_options_that_the_studies_vary_are_for_decode():
-    for option in ("--tree 8", "--prompt-lookup 8", "--admission preempt"):
-        assert f"{option.split()[0]} is for decode.py" in refusal(bench, f"tau {option}")
+@pytest.mark.parametrize("line, message", table("""
+    --drafter x | --drafter is for arms and cdlm_ablations
+    run --drafter x | --drafter is for arms and cdlm_ablations
+    arms tau --drafter x | --drafter is for arms and cdlm_ablations
+    tau --tree 8 | --tree is for decode.py
+    tau --prompt-lookup 8 | --prompt-lookup is for decode.py
+    tau --admission preempt | --admission is for decode.py
+"""))
+def test_a_drafter_is_for_two_studies_and_what_studies_vary_is_for_decode(line, message):
+    assert message in refusal(bench, line)
 
 
 def test_results_are_kept_but_those_of_the_users_own_drafters(tmp_path, monkeypatch):
@@ -578,13 +578,13 @@ def test_the_study_of_a_gpu_runs_anywhere(monkeypatch):
     out = gpu.gpu(methods.settings(quick=True), toy_model())
     tables = gpu.tables(out).split("\n\n")
     assert len(tables) == 3
-    assert all(len({line.count("|") for line in t.split("\n")}) == 1 and "nan" not in t for t in tables)
+    assert all(map(whole, tables))
     assert [x["kernel"] for x in out["kernels"]] == 2 * list(gpu.KINDS)
-    with pytest.raises(ValueError, match="need --device cuda"):
+    with refused("need --device cuda"):
         gpu.gpu(methods.settings(quick=False), toy_model())
 
 
-def test_the_suite_of_a_gpu_times_methods(shipped, monkeypatch):
+def test_the_suite_of_a_gpu_times_methods(shipped, monkeypatch, usual_blocks):
     """Those with drafters on short texts, SpecGen on long ones, next to the plain loop."""
     monkeypatch.setattr(gpu.results, "suitable", lambda *_: ["ngram", "specgen"])
     out = gpu.gpu(methods.settings(quick=True, data=None), *shipped)

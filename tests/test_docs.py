@@ -1,12 +1,10 @@
 """The pages are true: links, commands, files, line counts, figures that are computed by hand, and where their
 numbers come from."""
 
-import functools
 import glob
 import importlib
 import os
 import re
-import runpy
 import shlex
 from unittest import mock
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, refused, table, values
 from test_imports import FILES
+from test_viewer import PAGE, ROUNDS, rounds_of, runs_of
 
 import bench
 import decode
@@ -27,6 +26,7 @@ from minispec.tools.files import read_json
 PAGES = [os.path.relpath(page, ROOT) for page in bench.pages()]
 LESSONS = ("00-start", "specgen", "prism", "specdiff", "cdlm", "bounds")
 FIGURES = {lesson: 2 for lesson in LESSONS[1:]} | {"bounds": 3}
+RECORDED = runs_of(PAGE)
 RENDERED = re.compile(r"<!-- (?:table |computed by|output of).*?\n<!-- end -->", re.S)
 
 
@@ -43,19 +43,11 @@ def result(study):
     return read_json(f"{ROOT}/results/{study}.json")["result"]
 
 
-@functools.cache
-def recorded():
-    """docs/rounds.py, and the runs in docs/rounds.html."""
-    script = runpy.run_path(f"{ROOT}/docs/rounds.py")
-    return script, script["runs_of"](f"{ROOT}/docs/rounds.html")
-
-
 def round_of(address):
     """The recorded round of an address #run/request/round; all count from 1."""
     run, request, number = map(int, address.split("/"))
     assert min(run, request, number) > 0
-    request = recorded()[1][run - 1]["requests"][request - 1]
-    return request["heard"][number - 1] | request["rounds"][number - 1]
+    return rounds_of(RECORDED[run - 1]["requests"][request - 1])[number - 1]
 
 
 # -- form ------------------------------------------------------------------------------------------------
@@ -209,7 +201,7 @@ def test_the_readme_says_where_a_single_drafter_is_faster():
 
 def test_the_recorder_takes_no_other_arguments():
     with mock.patch("sys.argv", ["rounds.py", "--help"]), refused("--stored or nothing"):
-        recorded()[0]["main"]()
+        ROUNDS["main"]()
 
 
 def test_minutes_in_the_readme_are_the_lessons():
@@ -225,8 +217,7 @@ def test_every_lesson_links_to_a_recorded_round(lesson):
 
 
 def test_linked_rounds_show_what_the_lessons_say():
-    _, runs = recorded()
-    word = lambda run, token: runs[run - 1]["words"][str(token)]
+    word = lambda run, token: RECORDED[run - 1]["words"][str(token)]
     children = lambda a, row: [t for t, parent in zip(a["tokens"], a["parents"]) if parent == row]
     # 00-start: like the round by hand, then a bonus.
     a = round_of("3/2/11")
@@ -240,16 +231,16 @@ def test_linked_rounds_show_what_the_lessons_say():
     # PRISM: two children, both wrong.
     a = round_of("1/1/17")
     assert len(a["path"]) == 3 and [word(1, t) for t in children(a, a["path"][-1])] == ["9", "8", "7"]
-    rounds = runs[0]["requests"][0]["heard"]
+    rounds = RECORDED[0]["requests"][0]["heard"]
     chains = [b for b in rounds if b["parents"][:-1] == list(range(len(b["rows"]) - 1))]
     assert len(chains) > 0.8 * len(rounds)
     # README: every draft is accepted once the text repeats itself.
-    looping = runs[2]["requests"][2]["heard"][6:]
+    looping = RECORDED[2]["requests"][2]["heard"][6:]
     assert len(looping) == 5 and all(len(b["path"]) == len(b["tokens"]) - 1 for b in looping)
     assert looping[0]["path"] == round_of("3/3/7")["path"]
     # CDLM: no slot above the threshold, so the first one is revealed.
     a = round_of("4/1/13")
-    assert a["picked"] == [0] and max(sure for *_, sure in a["slots"]) < runs[3]["threshold"]
+    assert a["picked"] == [0] and max(sure for *_, sure in a["slots"]) < RECORDED[3]["threshold"]
     # Adaptive.
     before, after = round_of("5/1/7"), round_of("5/1/8")
     for b in (before, after):
@@ -259,10 +250,9 @@ def test_linked_rounds_show_what_the_lessons_say():
 
 
 def test_pillars_last():
-    script, runs = recorded()
-    run, request = script["PILLARS"]
-    request = runs[run]["requests"][request]
-    share = script["read_share"](request)
+    run, request = ROUNDS["PILLARS"]
+    request = RECORDED[run]["requests"][request]
+    share = ROUNDS["read_share"](request)
     prompt = share[:, : share.shape[1] * len(request["prompt_ids"]) // request["longest"]]
     order = prompt.sort(descending=True, stable=True).indices        # there are ties
     top = [set(row) for row in order[:, :24].tolist()]
@@ -273,9 +263,9 @@ def test_pillars_last():
 
 def test_the_picture_of_pillars_can_be_drawn(tmp_path):
     pytest.importorskip("matplotlib").use("agg")
-    script, runs = recorded()
-    run, request = script["PILLARS"]
-    script["draw_pillars"](runs[run], runs[run]["requests"][request], tmp_path / "pillars.png")
+    run, request = ROUNDS["PILLARS"]
+    run = RECORDED[run]
+    ROUNDS["draw_pillars"](run, run["requests"][request], tmp_path / "pillars.png")
     assert (tmp_path / "pillars.png").read_bytes().startswith(b"\x89PNG")
 
 

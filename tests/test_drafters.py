@@ -1,5 +1,4 @@
 import pytest
-import torch
 from conftest import toy_model, whole
 
 from minispec.core.drafters import NGram, SmallLM
@@ -22,26 +21,9 @@ def test_ngram_proposes_what_followed_last_time():
     assert propose(r) == [5, 9, 2, 3]  # the longest match, 2 3 4, before the most recent one
     assert propose(Request([1, 2, 3])) == []
     assert propose(Request([1])) == []
+    assert propose(Request([6, 6, 6])) == [6]  # a match that overlaps the end
     drafter.release(r)
     assert r not in drafter.index
-
-
-def test_ngram_finds_a_match_that_overlaps_its_end():
-    assert NGram(2, 1).propose([Request([6, 6, 6])], [3])[0][0] == [6]
-
-
-@torch.no_grad()
-def test_small_model_keeps_its_cache_in_step():
-    """Whatever was accepted, the drafts equal those of a drafter that starts afresh from the committed
-    tokens."""
-    model = toy_model(seed=2)
-    drafter = SmallLM(model, model)
-    request = Request(list(range(20)), 100)
-    for committed in ([], [1], [5, 9], [7, 7, 7, 7]):
-        request.tokens += committed
-        drafts, _ = drafter.propose([request], [4])[0]
-        assert drafts == SmallLM(model, model).propose([Request(request.tokens, 50)], [4])[0][0]
-        request.tokens += drafts[: len(committed)]  # some of them accepted, then a correction follows
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -2,14 +2,13 @@
 import importlib
 import inspect
 import re
-import subprocess
 import sys
 import textwrap
 from pkgutil import resolve_name
 
 import beside
 import pytest
-from conftest import ROOT, outcome, table
+from conftest import ROOT, outcome, python, table
 
 from exercises import __main__ as exercises
 
@@ -110,7 +109,7 @@ def test_the_lesson_of_a_stub_links_it():
 
 
 def test_names():
-    p = subprocess.run([sys.executable, "-m", "exercises", "two"], cwd=ROOT, capture_output=True, text=True)
+    p = python("-m", "exercises", "two")
     assert p.returncode == 2 and p.stderr.count("\n") == 1
     assert all(name in p.stderr for name in exercises.NAMES)
     p = outcome(exercises)

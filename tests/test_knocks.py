@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, refusal, refused, run_script, toy_model, words
+from conftest import ROOT, python, refusal, refused, run_script, toy_model, words
 
 import decode
 import train_gpt
@@ -98,11 +98,10 @@ def test_training_on_a_full_disk_stops_in_a_line_and_goes_on(tmp_path, full_disk
 
 def test_a_full_disk_behind_stdout():
     with open("/dev/full", "w") as full:
-        command = words("-m minispec.bounds --traces results/traces.jsonl --cost results/costs.json --batches 1")
-        command = [sys.executable, *command]
+        command = [sys.executable, "-m", "exercises"]
         r = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert r.returncode == 2
-    assert r.stderr == "bounds.py: No space left on device: the output\n"
+    assert r.stderr == "__main__.py: No space left on device: the output\n"
 
 
 # -- memory ----------------------------------------------------------------------------------------------
@@ -250,12 +249,8 @@ def test_a_pool_too_small_for_one_request():
 # -- thousands, a few of them ----------------------------------------------------------------------------
 
 def test_some_fuzzing():
-    command = words(f"{sys.executable} {ROOT}/tests/fuzz.py --no-results --lines 2 --files 2 --seed 5")
-    r = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=200)
+    r = python(*words("tests/fuzz.py --lines 2 --files 2 --seed 5"))
     assert r.returncode == 0, r.stdout[-3000:] + r.stderr[-1000:]
     out = json.loads(r.stdout.splitlines()[-1])
     assert [out[part]["cases"] for part in ("lines", "files")] == [2, 2]
-    import fuzz
-    with mock.patch("sys.argv", ["fuzz.py"]):            # as it is run for results/
-        assert {len(known) > 3 for known in fuzz.options().values()} == {True} and "decode" in fuzz.options()
     assert set(out["files"]["exits"]) <= {"0", "2"}

@@ -1,9 +1,6 @@
 """Whether other programs were at work while something was timed."""
-import subprocess
-import sys
-
 import pytest
-from conftest import values
+from conftest import python, values
 
 from minispec.tools import load
 
@@ -43,6 +40,6 @@ def test_the_work_of_another_program_is_seen_and_ones_own_is_not():
     before = load.others()
     sum(range(10 ** 7))                                            # own work
     between = load.others()
-    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.6: pass"], check=True)
+    python("-c", "import time\nwhile time.process_time() < 0.6: pass")
     assert load.others() - between > 0.4
     assert between - before > -0.1

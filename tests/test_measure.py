@@ -335,11 +335,11 @@ def test_ladder_of_a_run(dense):
 
     result, one = analysed(model)
     assert result["model_error"]["max"] == max(map(abs, one["error"].values())) < 1e-9
-    assert one["total time"]["L0"] == pytest.approx(one["L1"])
-    low, high = one["range"]["L0"]["draft"]
-    assert low < one["mean rate"]["L0"]["draft"] < high
-    assert [low, high] == pytest.approx([one["L1"]["draft"], 1.75 * one["L1"]["draft"]])
-    assert one["range"]["L0"]["ar"] == [1, 1]
+    assert one["total time"]["observed"] == pytest.approx(one["modelled"])
+    low, high = one["range"]["observed"]["draft"]
+    assert low < one["mean rate"]["observed"]["draft"] < high
+    assert [low, high] == pytest.approx([one["modelled"]["draft"], 1.75 * one["modelled"]["draft"]])
+    assert one["range"]["observed"]["ar"] == [1, 1]
     assert min(one["above"].values()) >= 1 - 1e-9
 
     slower, _ = analysed({m: 2 * s for m, s in model.items()})

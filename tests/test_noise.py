@@ -26,7 +26,7 @@ def asked(seeds=[7] * N, positions=range(N), lane=TARGET, v=V, chain=0):
 @functools.cache
 def neighbours():
     """{what differs between them: two tables (N, V)}"""
-    one = asked()
+    one, own = asked(), asked(lane=OWN)
     return {
         "tokens": (one[:, ::2], one[:, 1::2]),
         "positions": (one[:-1], one[1:]),
@@ -35,9 +35,10 @@ def neighbours():
         "seeds and positions": (one, asked([8] * N, torch.arange(N) - 1)),
         "seeds at one position": (asked(range(N), [50] * N), asked(range(1, N + 1), [50] * N)),
         "large seeds": (asked([2**63 - 1] * N), asked([2**63 - 2] * N)),
-        "lanes": (one, asked(lane=OWN)),
+        "lanes": (one, own),
         "coins": (one, asked(lane=COINS)),
-        "chains": (asked(lane=OWN), asked(lane=OWN, chain=1)),
+        "chains": (own, asked(lane=OWN, chain=1)),
+        "rounds": (own, asked(lane=OWN, positions=torch.arange(N) + (20 << 32))),       # see apart
     }
 
 

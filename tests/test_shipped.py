@@ -5,15 +5,15 @@ import os
 
 import pytest
 import torch
-from conftest import attend_alone, ids_of, only_keys, ROOT, TARGET
+from conftest import attend_alone, ids_of, only_keys, ROOT, TARGET, values
 
 import bench
+import compare_checkpoints
 from minispec.core.kv_cache import KVCache
 from minispec.core.verify import Sampling
-from minispec.tools import checkpoints
 from minispec.data import tasks
 from minispec.studies import cdlm as cdlm_studies
-from minispec.tools import answers, methods
+from minispec.tools import answers, checkpoints, methods
 
 SETTINGS = methods.settings(min_budget=16)
 pytestmark = pytest.mark.usefixtures("usual_blocks")
@@ -78,7 +78,10 @@ def test_solves_what_it_was_trained_for(shipped):
     assert min(sum(right[i : i + 4]) for i in range(0, len(right), 4)) >= 3
 
 
-@pytest.mark.parametrize("method, threshold, families, tokens", [("dlm", 0.99, 3, 3), ("cdlm", None, 5, 5)])
+@pytest.mark.parametrize("method, threshold, families, tokens", values("""
+    "dlm"  | 0.99 | 3 | 3
+    "cdlm" | null | 5 | 5
+"""))
 def test_diffusion_models_solve_problems_with_several_tokens_a_step(
     method, threshold, families, tokens, shipped, monkeypatch
 ):
@@ -93,11 +96,7 @@ def test_diffusion_models_solve_problems_with_several_tokens_a_step(
 
 def test_transformers_agrees_on_the_shipped_folder():
     pytest.importorskip("transformers")
-    from compare_transformers import compare
-
-    result = compare(TARGET, new_tokens=12, repeats=1, n=3)
-    assert result["logit_difference"] < 1e-4
-    assert result["same_tokens"]
+    assert compare_checkpoints.compare_logits(TARGET) < 1e-4
 
 
 @pytest.mark.parametrize("page", bench.pages(), ids=lambda page: os.path.relpath(page, ROOT))

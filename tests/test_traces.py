@@ -62,13 +62,10 @@ def test_expected_tokens_of_a_round():
 
 # -- files -----------------------------------------------------------------------------------------
 
-GOOD = {
-    "id": "x",
-    "prompt_len": 9,
-    "n_out": 4,
-    "accept": {"a": [0, 2, 1, 1]},
-    "censored": {"a": [None, False, False, True]},
-}
+GOOD = json.loads("""
+{"id": "x", "prompt_len": 9, "n_out": 4,
+ "accept": {"a": [0, 2, 1, 1]}, "censored": {"a": [null, false, false, true]}}
+""")
 
 
 def test_files_are_read_as_they_were_written(tmp_path):
@@ -154,14 +151,13 @@ COSTS = r"""
 {} | 'verify'
 + "verfy": 1 | verfy: unknown field; known are about, verify
 {"verify": {"kind": "linear"}} | verify: a forward that takes no time
-+ "read": {"a": {"kind": "share", "of_verify": 1}} | read.a: only a drafter
 + "accept": {"a": 1.5} | accept.a must be from 0 to 1, got 1.5
 + "draft": {"b": {"kind": "cubic"}} | 'cubic'
 + "draft": {"b": 3} | draft.b is damaged
 + "draft": {"b": {"kind": "linear", "kv": -1}} | in lists 0 deep, got -1
 + "draft": {"b": {"kind": "linear", "kv": "1"}} | draft.b.kv must be numbers from 0 to 1e+09 in
 + "draft": {"b": {"kind": "linear", "steps": 1}} | draft.b.steps: unknown field; known are base, row, token
-+ "draft": {"b": {"kind": "share"}} | 'of_verify'
++ "draft": {"b": {"kind": "grid"}} | 'rows'
 + "draft": {"b": {GRID, "rows": [2, 1]}} | draft.b: rows, tokens, kv must increase
 + "draft": {"b": {GRID, "kv": []}} | draft.b.kv must be numbers from 0 to 1e+09 in lists 1 deep, got []
 + "draft": {"b": {GRID, "seconds": [[[1.0]]]}} | draft.b.seconds must have the shape (2, 1, 1)

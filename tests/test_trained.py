@@ -8,12 +8,11 @@ from dataclasses import replace
 import conftest
 import pytest
 import torch
-from conftest import ids_of, refused, seeded, table, toy_model
+from conftest import ids_of, refused, seeded, table, toy_model, values
 from safetensors.torch import load_file, save_file
 
 from minispec import prism, specdiff
 from minispec.core.engine import Engine
-from minispec.core.gpt import dense_attend
 from minispec.core.requests import Request
 from minispec.core.scheduler import SyncScheduler
 from minispec.core.verify import Sampling
@@ -27,11 +26,11 @@ from minispec.tools.drafter_files import load_drafter, save_drafter
 FULL = bool(os.environ.get("MINISPEC_FULL"))
 # A small vocabulary, so that even random drafts are often right.
 TARGET = toy_model(vocab=12, seed=2)
-FORMS = {
-    "blind": dict(),
-    "reading": dict(reads=True),
-    "markov": dict(reads=True, feature_layers=(0, 1), rank=4),
-}
+FORMS = dict(values("""
+    "blind"   | {}
+    "reading" | {"reads": true}
+    "markov"  | {"reads": true, "feature_layers": [0, 1], "rank": 4}
+"""))
 
 
 def toy_prism(target=TARGET, step_map=(0, 1), seed=5, gain=2.0, **changes):
@@ -87,7 +86,7 @@ def run(plan, some, batch=4, max_new=30, sampling=Sampling()):
 def features_of(ids, layers=()):
     """The target's states (B, T, F), from these layers, too, of texts (B, T), or of one."""
     x = torch.as_tensor(ids)
-    return TARGET(x.view(-1, x.shape[-1]), torch.arange(x.shape[-1])[None], dense_attend(), layers)
+    return TARGET(x.view(-1, x.shape[-1]), feature_layers=layers)
 
 
 def texts(some):
@@ -123,17 +122,17 @@ def trained(kind):
 
 
 # kind, settings, the drafts of a step at least that are accepted of a trained one
-CASES = {
-    "prism chain": ("prism", dict(depth=4, k=4), 1.2),
-    "prism early stop": ("prism", dict(depth=4, k=4, stop=0.15), 0.8),
-    "prism tree": ("prism", dict(depth=4, width=2, k=8), 1.2),
-    "prism early tree": ("prism", dict(depth=4, width=2, k=8, stop=0.08), 0.8),
-    "one chain": ("specdiff", dict(), 1.0),
-    "early stop": ("specdiff", dict(stop=0.8), 0.6),
-    "three chains": ("specdiff", dict(k_drafts=3), 1.0),
-    "warm chains": ("specdiff", dict(k_drafts=3, temperature=1.5), 1.0),
-    "eight chains": ("specdiff", dict(k_drafts=8, temperature=2.0), 0.6),
-}
+CASES = {name: (kind, settings, least) for name, kind, settings, least in values("""
+    "prism chain"      | "prism"    | {"depth": 4, "k": 4} | 1.2
+    "prism early stop" | "prism"    | {"depth": 4, "k": 4, "stop": 0.15} | 0.8
+    "prism tree"       | "prism"    | {"depth": 4, "width": 2, "k": 8} | 1.2
+    "prism early tree" | "prism"    | {"depth": 4, "width": 2, "k": 8, "stop": 0.08} | 0.8
+    "one chain"        | "specdiff" | {} | 1.0
+    "early stop"       | "specdiff" | {"stop": 0.8} | 0.6
+    "three chains"     | "specdiff" | {"k_drafts": 3} | 1.0
+    "warm chains"      | "specdiff" | {"k_drafts": 3, "temperature": 1.5} | 1.0
+    "eight chains"     | "specdiff" | {"k_drafts": 8, "temperature": 2.0} | 0.6
+""")}
 
 
 def case(name):
@@ -155,14 +154,16 @@ RANDOM = {
 
 
 TINY = toy_model(vocab=6, seed=3, gain=3.0, n_layer=1, n_head=2, n_kv_head=1)
-REJECTED = {
-    "tiny prism chain": (toy_prism(TINY), dict(depth=2, k=2)),
-    "tiny prism early stop": (toy_prism(TINY), dict(depth=2, k=2, stop=0.15)),
-    "tiny prism tree": (toy_prism(TINY), dict(depth=2, width=3, k=3)),
-    "tiny chain": (toy_specdiff(TINY, gamma=2, reads=True), dict()),
-    "tiny early stop": (toy_specdiff(TINY, gamma=2, reads=True), dict(stop=0.8)),
-    "tiny three chains": (toy_specdiff(TINY, gamma=2, rank=2), dict(k_drafts=3)),
-}
+TOYS = {"prism": toy_prism, "specdiff": toy_specdiff}
+# Name, kind, its shape, settings.
+REJECTED = {name: (TOYS[kind](TINY, **shape), settings) for name, kind, shape, settings in values("""
+    "tiny prism chain"      | "prism"    | {} | {"depth": 2, "k": 2}
+    "tiny prism early stop" | "prism"    | {} | {"depth": 2, "k": 2, "stop": 0.15}
+    "tiny prism tree"       | "prism"    | {} | {"depth": 2, "width": 3, "k": 3}
+    "tiny chain"            | "specdiff" | {"gamma": 2, "reads": true} | {}
+    "tiny early stop"       | "specdiff" | {"gamma": 2, "reads": true} | {"stop": 0.8}
+    "tiny three chains"     | "specdiff" | {"gamma": 2, "rank": 2} | {"k_drafts": 3}
+""")}
 
 
 # -- folders -------------------------------------------------------------------------------------------------
@@ -206,8 +207,6 @@ no object | | config.json
 no number | | holds values that are not finite numbers
 "n_head": 4 | "n_head": 8 | n_head of the drafter must be 4 as in the target, got 8
 shorter weights | | damaged
-no weights | | there is no
-no config | | cannot read
 """
 
 
@@ -224,10 +223,8 @@ def test_damaged_folders_are_named(damage, instead, message, tmp_path):
         tensors = load_file(weights)
         tensors["bank.0.norm.weight"][0] = float("nan")
         save_file(tensors, weights)
-    elif damage == "shorter weights":
-        weights.write_bytes(weights.read_bytes()[:3000])
     else:
-        os.remove(weights if damage == "no weights" else config)
+        weights.write_bytes(weights.read_bytes()[:3000])
     with refused(message):
         load_drafter(tmp_path, TARGET, PrismConfig)
 
@@ -246,7 +243,7 @@ def test_drafts_are_of_the_draft_vocabulary():
 
 
 def test_the_most_frequent_tokens_of_answers():
-    assert most_frequent(torch.tensor([3, 3, 5, 5, 3, 7]), 2, 8).tolist() == [3, 5]
+    tokens = torch.tensor([3, 7, 5, 5, 3, 3])
     # Of those never seen, the first.
-    assert most_frequent(torch.tensor([3, 3, 5]), 4, 8).tolist() == [3, 5, 0, 1]
-    assert most_frequent(torch.tensor([3]), 0, 8) is most_frequent(torch.tensor([3]), 8, 8) is None
+    assert most_frequent(tokens, 5, 8).tolist() == [3, 5, 7, 0, 1]
+    assert most_frequent(tokens, 0, 8) is most_frequent(tokens, 8, 8) is None

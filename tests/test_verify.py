@@ -23,6 +23,7 @@ V = 6
     [
         (Sampling(1.0), [50, 25, 15, 10]),
         (Sampling(0.5), [2500, 625, 225, 100]),
+        (Sampling(2.0), [weight**0.5 for weight in (50, 25, 15, 10)]),
         (Sampling(1.0, top_k=2), [2, 1, 0, 0]),
         (Sampling(1.0, top_p=0.75), [2, 1, 0, 0]),  # 0.5 + 0.25 reaches 0.75
         (Sampling(1.0, top_p=0.76), [50, 25, 15, 0]),
@@ -83,60 +84,46 @@ def test_noise_never_picks_a_token_without_weight(sampling):
 # -- the law: a Markov chain as target, another one as drafter -----------------------------------------------
 
 
-def tables(sampling):
-    """Target and drafter as Markov chains: (p0 (V,), p1 (V, V)) and the same for q, warped alike."""
-    g = seeded()
-    p = torch.randn(V + 1, V, generator=g) * 1.2
-    q = p + torch.randn(V + 1, V, generator=g)  # a drafter that has learned something
-    p = warp(p, sampling)
-    q = warp(q, sampling)
-    return (p[V], p[:V]), (q[V], q[:V])
-
-
-SAMPLINGS = [Sampling(t, 0, top_p) for t in (0.7, 1.0) for top_p in (1.0, 0.8)]
-
-
 def test_identical_distributions_accept_everything():
     for p in torch.rand(50, 4, V).softmax(-1):
         draft = draw(p[:3], torch.rand(3)).tolist()
         assert rejection([([1, 2, 3], p[:3])], draft, p, torch.rand(4))[0] == [1, 2, 3]
 
 
+ROUNDS = 40_000
+
+
 @cache
-def streams_of(rounds):
-    return [stream(seed) for seed in range(rounds)]
+def streams():
+    return [stream(seed) for seed in range(ROUNDS)]
 
 
-def coupled(sampling, move=1, rounds=40_000):
-    """The p-value of two tokens that the target draws at positions `move` apart, with the noise of many
-    seeds; and how often the drafter's first token, drawn with the same noise, is the target's."""
-    (p0, p1), (q0, _) = tables(sampling)
-
-    def choose(p, position):
-        return scores(p.log(), Sampling(1.0), streams_of(rounds), [position] * rounds).argmax(-1)
-
-    first = choose(p0.expand(rounds, V), 9)
-    second = choose(p1[first], 9 + move)
-    hits = (choose(q0.expand(rounds, V), 9) == first).float().mean()
-    counts = torch.bincount(first * V + second, minlength=V * V)
-    return chi_square(counts, (p0[:, None] * p1).flatten()), hits
+def choose(p, position):
+    """Choices from p (V,), or p (ROUNDS, V), at a position, with the noise of many seeds."""
+    rows = p.log().expand(ROUNDS, V)
+    return scores(rows, Sampling(1.0), streams(), [position] * ROUNDS).argmax(-1)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("sampling", [Sampling(t, 0, top_p) for t in (0.7, 1.0) for top_p in (1.0, 0.8)])
 def test_noise_draws_from_p_and_couples_drafts(sampling):
-    p_value, hits = coupled(sampling)
-    assert p_value > 1e-6
+    """Two tokens of the target, a Markov chain whose first row is p[V]; a first token of the drafter."""
+    g = seeded()
+    p = torch.randn(V + 1, V, generator=g) * 1.2
+    q = p + torch.randn(V + 1, V, generator=g)  # a drafter that has learned something
+    p, q = warp(p, sampling), warp(q, sampling)
+    first = choose(p[V], 9)
+    law = (p[V][:, None] * p[:V]).flatten()
+    fits = lambda second: chi_square(torch.bincount(first * V + second, minlength=V * V), law) > 1e-6
+    assert fits(choose(p[first], 10))
+    # The control has the same noise at both positions.
+    assert not fits(choose(p[first], 9))
     # The bounds of the coupling (Daliri, Musco, Suresh).
-    (p0, _), (q0, _) = tables(sampling)
-    alpha = torch.minimum(p0, q0).sum()
+    hits = (choose(q[V], 9) == first).float().mean()
+    alpha = torch.minimum(p[V], q[V]).sum()
     assert alpha / (2 - alpha) - 0.01 < hits < alpha + 0.01
 
 
-def test_control_noise_at_two_positions_is_rejected():
-    assert coupled(Sampling(1.0), move=0)[0] < 1e-6
-
-
-def test_large_sums_of_halves_are_numbers():
-    verify.check_numbers(torch.full((2, 50_000), -2.0, dtype=torch.float16))
+def test_logits_must_be_numbers():
+    verify.check_numbers(torch.full((2, 50_000), -2.0).bfloat16())
     with refused("must be numbers"):
-        verify.check_numbers(torch.tensor([1.0, float("nan")], dtype=torch.float16))
+        verify.check_numbers(torch.tensor([1.0, float("nan")]).bfloat16())
