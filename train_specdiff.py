@@ -71,12 +71,9 @@ def drafter_of(args, target):
     else:
         drafter = drafter_files.load_drafter(args.init, target, specdiff.SpecDiffConfig)
         rank = drafter.config.rank
-        if rank and args.markov not in (0, rank):
+        if args.markov not in (0, rank):
             raise ValueError(f"the Markov head of the drafter in {args.init} has rank {rank}, not {args.markov}")
-        gamma = args.gamma or drafter.config.gamma
-        drafter.config = replace(drafter.config, gamma=gamma, rank=rank or args.markov)
-        if args.markov and not rank:
-            drafter.markov = specdiff.markov_head(drafter.config).to(target.device)
+        drafter.config = replace(drafter.config, gamma=args.gamma or drafter.config.gamma)
     if args.blind and drafter.config.reads:
         raise ValueError(f"the drafter in {args.init} reads the target's states; --blind cannot change that")
     if args.last_layer and drafter.config.feature_layers:

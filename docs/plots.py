@@ -72,14 +72,14 @@ def speedup_by_batch(axes, r):
         if c["workload"] != r["cells"][-1]["workload"]:
             continue
         total = c[bounds.AVERAGES[0]]
-        seen = total.get("L0", {})
+        seen, alone = total.get("observed", {}), total["optimum of one"]
         rungs = {
             "observed, adaptive": seen.get(bounds.COMBINED),
-            "observed, best single": max((seen[m] for m in total["L5"] if m in seen), default=None),
-            bounds.RUNGS["L2"]: max(x["speedup"] for x in total["L2"].values()),
-            bounds.RUNGS["L5"]: max(total["L5"].values()),
-            bounds.RUNGS["L6"]: total["L6"],
-            bounds.RUNGS["L7"]: total["L7"],
+            "observed, best single": max((seen[m] for m in alone if m in seen), default=None),
+            "best fixed k": max(x["speedup"] for x in total["best fixed k"].values()),
+            "optimum of one": max(alone.values()),
+            "optimum of all": total["optimum of all"],
+            "free drafters": total["free drafters"],
         }
         rows += [(name, c["batch"], x) for name, x in rungs.items() if x]
     lines(axes, rows, "batch", "speed-up")

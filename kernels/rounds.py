@@ -54,7 +54,9 @@ class Rounds(Graphs):
         model = drafter.model
         self.drafter = drafter
         batch = engine.batch_size
-        size = whole_blocks(longest + drafter.room)                            # slots of a request
+        # All slots that a request may need, for as many as are active or paused: the pool must not grow,
+        # because graphs know its address.
+        size = whole_blocks(longest + drafter.room)
         drafter.cache = KVCache(drafter.config, batch * size, model.dtype, model.device, spare=1)
         # The rows of every later step see one another, until a tree says which (a chain's is alone).
         w = drafter.width
@@ -66,11 +68,6 @@ class Rounds(Graphs):
 
     def round(self, x):
         return self.drafter.round(Rows(**vars(x), later=self.later))
-
-    def reserve(self, state):
-        """Let the DraftState of a request have all the slots that it may need. The pool has them for as many
-        requests as are active or paused."""
-        self.cache.resize(state.blocks, self.longest)
 
     def __call__(self, work, per_request, options):
         # As many steps as the longest round so far, so that one graph serves all. Batch slots without a

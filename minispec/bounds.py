@@ -13,13 +13,12 @@ a study:
     analyse          the ladder of every workload and batch size, next to the observed speed-ups
     best_drafts      the best number of drafts by batch and context, or that none pays
 
-A rung is a speed-up: plain decoding's time divided by the time of the rung's rounds. RUNGS gives the names
-and their keys in the JSON file:
+A rung is a speed-up: plain decoding's time divided by the time of the rung's rounds:
 
     observed        by the clock                            optimum of one   a bound for each drafter
     modelled        the recorded rounds, at these prices    optimum of all   a bound for all drafters
     best fixed k    one k for all requests                  free drafters    the same if drafts cost nothing
-    greedy          the paper's oracle, NOT a bound         one pass         the output in one forward
+    greedy          the paper's oracle, not a bound         one pass         the output in one forward
 
 Speed-ups of several requests are averaged in two ways (AVERAGES), and both are reported everywhere. By *total
 time*: plain decoding's seconds for all requests over the rung's. By *mean rate*, as in the paper: the mean of
@@ -59,22 +58,13 @@ from minispec.tools.markdown import cell, texts
 from minispec.tools.script import Parser, check_writable, positive, run_main, visible
 from minispec.traces import read_traces
 
-RUNGS = {
-    "L0": "observed",
-    "L1": "modelled",
-    "L2": "best fixed k",
-    "L4": "greedy (not a bound)",
-    "L5": "optimum of one",
-    "L6": "optimum of all",
-    "L7": "free drafters",
-    "L9": "one pass",
-}
 AVERAGES = ("total time", "mean rate")
 BOTH = " / ".join(AVERAGES)
 BATCHES = (1, 4, 16)
 CONTEXTS = (64, 512)             # tokens before a round
 COMBINED = "adaptive"            # the method that may use all drafters
-CENSORED = ("L5", "L6", "L7")    # bounds for rounds of at most k_max drafts
+# Bounds for rounds of at most k_max drafts.
+CENSORED = ("optimum of one", "optimum of all", "free drafters")
 FEW = 0.05                       # the censored share of positions above which they are marked
 LARGEST = 1000                   # a batch, or drafts in a round
 
@@ -199,14 +189,14 @@ def ladder(traces, cost, batch=1, k_max=None):
 
 
 def by_key(value, best):
-    """{key of RUNGS: value(rung)}. best: {drafter: the best fixed k}."""
+    """{name of a rung in tables and files: value(rung)}. best: {drafter: the best fixed k}."""
     return {
-        "L2": {m: {"k": k, "speedup": value(("fixed", m, k))} for m, k in best.items()},
-        "L4": {m: value(("greedy", m)) for m in (*best, "all")},
-        "L5": {m: value(("optimum", m)) for m in best},
-        "L6": value(("optimum", "all")),
-        "L7": value("free drafters"),
-        "L9": value("one pass"),
+        "best fixed k": {m: {"k": k, "speedup": value(("fixed", m, k))} for m, k in best.items()},
+        "greedy (not a bound)": {m: value(("greedy", m)) for m in (*best, "all")},
+        "optimum of one": {m: value(("optimum", m)) for m in best},
+        "optimum of all": value(("optimum", "all")),
+        "free drafters": value("free drafters"),
+        "one pass": value("one pass"),
     }
 
 
@@ -302,10 +292,11 @@ def summary(cells, name):
 
 
 def observed_cells(traces, cost, runs):
-    """A cell for each workload and batch that was run: its ladder with the observed speed-ups, L0, and by
-    total time and with reading the prompts
+    """A cell for each workload and batch that was run: its ladder with the observed speed-ups, and by total
+    time and with reading the prompts
 
-    L1: speed-up of every method with both times modelled, its recorded rounds replayed through the cost table
+    modelled: speed-up of every method with both times modelled, its recorded rounds replayed through the cost
+        table
     error: modelled seconds / observed seconds - 1, also of plain decoding. It includes how the machine's
         speed changed between pricing and running; "speedup_error", modelled / observed speed-up - 1, does not
     above: observed seconds / the least seconds of the optimum (of all drafters for the combined method). 1.5:
@@ -324,17 +315,18 @@ def observed_cells(traces, cost, runs):
         # What the model says of the recorded rounds.
         modelled = {m: r["modelled"] for m, r in own.items() if r.get("modelled")}
         rates = {m: own[m]["tokens"] / seconds for m, seconds in modelled.items()}
-        c["L1"] = {m: rate / rates["ar"] for m, rate in rates.items()}
+        c["modelled"] = {m: rate / rates["ar"] for m, rate in rates.items()}
         c["error"] = {m: s / own[m]["seconds"] - 1 for m, s in modelled.items()}
-        c["speedup_error"] = {m: x / own[m]["speedup"] - 1 for m, x in c["L1"].items() if m != "ar"}
+        c["speedup_error"] = {m: x / own[m]["speedup"] - 1 for m, x in c["modelled"].items() if m != "ar"}
         # Seconds of a token: in bf16 answers may part from the traces at near-ties.
         token = c["seconds"] / sum(t.n_out for t in some)
-        optimum = {**c["total time"]["L5"], COMBINED: c["total time"]["L6"], "ar": 1.0}
+        total = c["total time"]
+        optimum = {**total["optimum of one"], COMBINED: total["optimum of all"], "ar": 1.0}
         c["above"] = {m: r["seconds"] / r["tokens"] * optimum[m] / token
                       for m, r in own.items() if m in optimum}
         for by, field in zip(AVERAGES, ("speedup", "rate_speedup")):
-            c[by]["L0"] = {m: r[field] for m, r in own.items()}
-        c["range"]["L0"] = {m: interval(mean_rate, r["rates"], plain["rates"]) for m, r in own.items()}
+            c[by]["observed"] = {m: r[field] for m, r in own.items()}
+        c["range"]["observed"] = {m: interval(mean_rate, r["rates"], plain["rates"]) for m, r in own.items()}
         cells.append(c)
     return cells
 
@@ -361,7 +353,7 @@ def best_drafts(traces, cost, cells, k_max=None):
             gain = seconds[0] / seconds                  # k = 0 is plain decoding
             k = int(gain.argmax())
             row["drafters"][name] = {"k": k, "speedup": float(gain[k])}
-        clock = {m: x for m, x in cells[batch]["total time"].get("L0", {}).items() if m in names}
+        clock = {m: x for m, x in cells[batch]["total time"].get("observed", {}).items() if m in names}
         if clock and context == min(CONTEXTS, key=lambda c: abs(c - usual)):
             row["clock"] = max(clock.items(), key=lambda one: one[1])
         rows.append(row)
@@ -420,23 +412,24 @@ def row_of(c, m):
     one."""
     total = c[AVERAGES[0]]
     row = {"workload": c["workload"], "batch": c["batch"], "drafter": m}
-    alone = total["L5"]
+    alone = total["optimum of one"]
     who = one = fixed = m
     if m == "all":
         who = COMBINED
         one = max(alone, key=alone.get)
-        fixed = max(total["L2"], key=lambda name: total["L2"][name]["speedup"])
-    if "L0" in total:
-        row[RUNGS["L0"]] = figures(c, "L0", who)
-        row[RUNGS["L1"]] = cell("{x:.2f}", {"x": c["L1"].get(who)})
+        fixed = max(total["best fixed k"].items(), key=lambda best: best[1]["speedup"])[0]
+    if "observed" in total:
+        row["observed"] = figures(c, "observed", who)
+        row["modelled"] = cell("{x:.2f}", {"x": c["modelled"].get(who)})
         row["time over the bound's"] = cell("{x:.2f}", {"x": c["above"].get(who)})
-    ks = dict.fromkeys(str(c[by]["L2"][fixed]["k"]) for by in AVERAGES)
-    row[RUNGS["L2"]] = figures(c, "L2", fixed) + f", k {' / '.join(ks)}" + f" {fixed}" * (m == "all")
-    row[RUNGS["L4"]] = figures(c, "L4", m)
-    row[RUNGS["L5"]] = figures(c, "L5", one) + f" {one}" * (m == "all")
+    ks = dict.fromkeys(str(c[by]["best fixed k"][fixed]["k"]) for by in AVERAGES)
+    best = f"{figures(c, 'best fixed k', fixed)}, k {' / '.join(ks)}"
+    row["best fixed k"] = best + f" {fixed}" * (m == "all")
+    row["greedy (not a bound)"] = figures(c, "greedy (not a bound)", m)
+    row["optimum of one"] = figures(c, "optimum of one", one) + f" {one}" * (m == "all")
     if m == "all":
-        for rung in ("L6", "L7", "L9"):
-            row[RUNGS[rung]] = figures(c, rung)
+        for rung in ("optimum of all", "free drafters", "one pass"):
+            row[rung] = figures(c, rung)
     row["censored"] = f"{100 * c['censored'][m]:.0f} %"
     return row
 
@@ -447,7 +440,7 @@ def figures(c, rung, drafter=None):
     values = [c[by][rung] for by in (*AVERAGES, "range")]
     if drafter:
         values = [x.get(drafter) for x in values]
-    if rung == "L2":
+    if rung == "best fixed k":
         values = [x["speedup"] for x in values]
     mark = "*" * (rung in CENSORED and c["censored"][drafter or "all"] > FEW)
     return cell("{x:.2f}{mark} / {y:.2f}{mark} ({span[0]:.2f}-{span[1]:.2f})",
@@ -456,19 +449,14 @@ def figures(c, rung, drafter=None):
 
 # -- the command -----------------------------------------------------------------------------------
 
-def sizes(text):
-    """The type of an option that is a list of sizes."""
-    return [positive(one) for one in text.split(",")]
-
-
 def parse_args(argv=None):
     p = Parser(__doc__)
     add = p.add_argument
     add("--traces", required=True, metavar="FILE", help="accept traces, JSON lines (minispec/traces.py)")
     add("--cost", required=True, metavar="FILE",
         help="cost table (minispec/costs.py); the paper's is results/costs_h100.json")
-    add("--batches", type=sizes, default=BATCHES, metavar="N,N,..",
-        help="batch sizes, like 1,8,64 (default %(default)s)")
+    add("--batches", type=positive, nargs="+", default=BATCHES, metavar="N",
+        help="batch sizes, like 1 8 64 (default %(default)s)")
     add("--k-max", type=positive, metavar="K",
         help="most drafts in a round (default: the most that were accepted in a trace)")
     add("--json", metavar="OUT", help="file for all figures as JSON; docs/plots.py draws them")

@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from minispec.core.attention import FullKeys
 from minispec.core.gpt import GPT, dense_attend
 from minispec.core.kv_cache import KVCache, whole_blocks
+from minispec.core.losses import kl
 from minispec.core.requests import Request, Segment, Round, check_requests, pack
 from minispec.core.noise import stream
 from minispec.core.verify import check_numbers, scores
@@ -168,14 +169,6 @@ def draw_states(live, length, block_size, generator):
 
 
 # -- the three losses ----------------------------------------------------------------------------------------
-
-def kl(goal, q, reverse=False):
-    """KL(goal || q) (...) of logits (..., V): q must cover all of the goal's mass. reverse: KL(q || goal), q
-    may keep to a part of it. No gradient reaches the goal."""
-    p, q = goal.detach().log_softmax(-1), q.log_softmax(-1)
-    p, q = (q, p) if reverse else (p, q)
-    return F.kl_div(q, p, reduction="none", log_target=True).sum(-1)
-
 
 def distillation_loss(model, teacher_head, batch, k, mask_id, reverse=False):
     """L_distill: KL(p_teacher || q(y)), the mean over the slots U_y of a block, then over blocks. y: state k
@@ -329,7 +322,7 @@ class Decoder:
                              "allowed is 0 (a block per step) to 1 (a token per step)")
         self.block_size = self.block_size or block_size_of(self.model)
         self.seconds = dict.fromkeys(("draft", "verify", "prefill", "other"), 0.0)
-        self.counts = dict.fromkeys(("forwards", "tokens_fed", "tokens_kept"), 0)
+        self.counts = dict.fromkeys(("forwards", "tokens_fed"), 0)
 
     def generate(self, requests):
         """Answer the requests and return their generations, in order."""
@@ -436,7 +429,6 @@ class Decoder:
         g.token_ids += kept
         g.who += ["plain"] * len(kept)
         a.request.tokens += kept
-        self.counts["tokens_kept"] += len(kept)
         # An end of text ends the answer only when no mask is left before it.
         if stop < gap and not (masked and self.record):
             g.finish = "stop"

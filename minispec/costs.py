@@ -19,7 +19,6 @@ a draft is accepted, measured on other texts (not a trace's `accept`); the prior
         measured: seconds[rows][tokens][kv], where rows are batch sizes, tokens and cached tokens are per
         request; linear between points, and along the last segment beyond the last point; an axis of
         one point is constant
-    {"kind": "share", "of_verify": x}     a drafter that takes this part of the verification that follows
 
 The paper's cost ("Speculative Decoding: Performance or Illusion?", arXiv 2601.11580) is eight constants in
 the code, fitted at one k. Here costs may be a measured grid. numpy and the standard library only.
@@ -38,7 +37,6 @@ GRID = ("rows", "tokens", "kv")
 DEPTHS = {                       # how deep the lists of each field are nested
     "linear": dict.fromkeys(LINEAR, 0),
     "grid": {**dict.fromkeys(GRID, 1), "seconds": 3},
-    "share": {"of_verify": 0},
 }
 MOST = 1e9                       # largest number accepted from a file
 FREE = {"kind": "linear"}
@@ -62,8 +60,6 @@ def check_costs(table):
         times |= {f"{part}.{name}": time for name, time in table.get(part, {}).items()}
     for where, time in times.items():
         with naming(where):
-            if time["kind"] == "share" and not where.startswith("draft."):
-                raise ValueError("only a drafter may take a share of the verification")
             _check_time(time, where)
     if seconds(table["verify"], 1, 1, 1) <= 0:
         raise ValueError("verify: a forward that takes no time at all has no speed-up")
@@ -123,10 +119,7 @@ class CostTable:
 
     def draft(self, name, kv, drafts, batch=1):
         """T_draft: drafter `name` proposes `drafts` tokens for each request."""
-        entry = self.table["draft"][name]
-        if entry["kind"] == "share":
-            return entry["of_verify"] * self.verify(kv, batch * (1 + drafts), batch)
-        return seconds(entry, batch, drafts, kv)
+        return seconds(self.table["draft"][name], batch, drafts, kv)
 
     def round(self, name, kv, drafts, batch=1):
         """Rounds in which drafter `name` proposes `drafts` tokens (k + 1,) for each request. 0 drafts cost no

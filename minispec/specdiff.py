@@ -53,8 +53,8 @@ import torch.nn.functional as F
 from minispec.core import gpt
 from minispec.core.gpt import dense_attend
 from minispec.core.drafters import PAD_DRAFT, ChainDrafter
-from minispec.core.losses import Divergence
-from minispec.core.requests import MAX_K, MAX_NODES
+from minispec.core.losses import kl
+from minispec.core.requests import MAX_K, MAX_NODES, check_k
 from minispec.core.draft_head import DrafterConfig, TrainedDrafter, fusion
 from minispec.core.verify import LEAST_TEMPERATURE, graft, warp
 
@@ -313,10 +313,10 @@ def distillation(drafter, batch, starts, windows, text, valid):
     logits = drafter.draft_head.head
     # The first slot: the text's rows predict it, so every row of an answer can learn.
     to_learn = F.pad(batch.learn[:, 1:], (0, 1))                                          # (B, S)
-    first = Divergence(logits(batch.hidden[to_learn]))(logits(text[to_learn])).mean()
+    first = kl(logits(batch.hidden[to_learn]), logits(text[to_learn])).mean()
     # The others, slot by slot.
     goal = at_places(batch.hidden, places_of(starts - 1, gamma))                          # (B, W, gamma, C)
-    slots = Divergence(logits(goal))(logits(windows)) * valid                             # (B, W, gamma)
+    slots = kl(logits(goal), logits(windows)) * valid                                     # (B, W, gamma)
     mean = slots.sum((0, 1)) / valid.sum((0, 1)).clamp(min=1)
     decay = DECAY ** torch.arange(gamma, device=mean.device)
     return first + (mean * decay)[1:].sum()
@@ -374,8 +374,7 @@ class SpecDiffDrafter(ChainDrafter):
     def __init__(self, drafter, target, gamma=None, k_drafts=1, temperature=None):
         if gamma is None:
             gamma = drafter.config.gamma
-        if not 1 <= gamma <= MAX_K:
-            raise ValueError(f"drafts of a window must be 1 to {MAX_K}, got {gamma}")
+        check_k(gamma)
         most = min(MAX_NODES // gamma, CANDIDATES)
         if not 1 <= k_drafts <= most:
             raise ValueError(f"k-drafts {k_drafts} is out of range; allowed is 1 to {most}")

@@ -197,7 +197,7 @@ def test_a_drafter_starts_from_another(folder):
     assert [loaded(folder, out, "specdiff").config.gamma for out in ("short", "longer")] == [4, 6]
     args = argparse.Namespace(init=f"{folder}/longer", gamma=None, markov=0, blind=False, last_layer=False)
     assert train_specdiff.drafter_of(args, checkpoints.load(folder / "target")).config.gamma == 6
-    train(folder, "chained", f"--init {folder}/short --markov 2 {still}", kind="specdiff")
+    train(folder, "chained", f"--markov 2 {still}", kind="specdiff")
     assert loaded(folder, "chained", "specdiff").config.rank == 2
     # A window drafter from an EAGLE head.
     train(folder, "from-head", f"--init {folder}/one {still}", kind="specdiff")
@@ -214,6 +214,7 @@ def test_a_drafter_starts_from_another(folder):
         specdiff | short --blind | reads the target's states; --blind cannot change that
         specdiff | short --last-layer | reads three layers; --last-layer cannot change that
         specdiff | chained --markov 3 | has rank 2, not 3
+        specdiff | short --markov 3 | has rank 0, not 3
         prism | two --arm ttt1 | has 2 modules; ttt1 has 1
     """):
         with refused(message):

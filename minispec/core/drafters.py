@@ -111,9 +111,7 @@ class ChainDrafter(Drafter):
     def state_of(self, request):
         """The DraftState of a request."""
         if request not in self.draft_states:
-            self.draft_states[request] = state = DraftState(self.cache, self.room)
-            if self.graphs:
-                self.graphs.reserve(state)
+            self.draft_states[request] = DraftState(self.cache, self.room)
         return self.draft_states[request]
 
     def release(self, request):

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from minispec import SHIPPED
-from minispec.core.verify import LEAST_TEMPERATURE, Sampling, argmax
+from minispec.core.verify import LEAST_TEMPERATURE, Sampling
 from minispec.tools import checkpoints, training
 from minispec.tools.files import naming, read_rows, read_tensors
 
@@ -152,7 +152,7 @@ def states(target, ids, learn, temperature):
     best, log_p = [], []
     for some, token, t in zip(*(x.split(LOGITS) for x in (hidden, tokens, heat))):
         logits = target.logits(some).float()
-        best.append(argmax(logits))
+        best.append(logits.argmax(-1))
         loss = F.cross_entropy(logits / t.clamp(min=LEAST_TEMPERATURE)[:, None], token, reduction="none")
         log_p.append(-loss.where(t > 0, 0.0))
     out = {"best": torch.zeros_like(ids), "log_p": torch.zeros(ids.shape, device=ids.device)}

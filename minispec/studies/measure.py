@@ -110,8 +110,7 @@ def _rounds(model, drafter, rows, context, order):
     for r in requests:
         r.n_cached = context
         if drafter.uses_hidden_states:
-            width = (len(drafter.feature_layers) + 1) * c.d_model
-            states = torch.zeros(context, width, dtype=model.dtype, device=model.device)
+            states = torch.zeros(context, drafter.n_features, dtype=model.dtype, device=model.device)
             drafter.observe(r, states)
     for _ in engine.stream(requests):
         done = len(engine.iterations)

@@ -68,7 +68,7 @@ def table(r):
         counts = r["counts"]
         lines.append(f"{r['tau']:.2f} tokens per forward of a request; "
                      f"{counts['forwards']} forwards were fed {counts['tokens_fed']} tokens "
-                     f"for {counts['tokens_kept']} kept")
+                     f"for {r['new_tokens']} kept")
     else:
         lines.append(f"tau {r['tau']:.2f} tokens per verifying forward of the target "
                      "(bonus token included)")
