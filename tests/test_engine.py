@@ -415,6 +415,37 @@ def test_rejection_has_the_targets_distribution(name, sampling):
     assert 0.02 < rate < 0.98  # drafts are accepted and rejected
 
 
+class Remembering(SpecGen):
+    """Rejected drafts select what the next round reads, so its q depends on them; here it is theirs. A round's
+    first draft is nearly always rejected, and the second stood where the next round begins."""
+
+    def verified(self, segment, accepted):
+        r = segment.request
+        second = r.state.drafts[accepted + 1 : accepted + 2] if r.state else []
+        super().verified(segment, accepted)
+        r.state.likely = [token for token in second if token % 2] if second else [0]
+
+    def take_drafts(self, segments, logits):
+        for s, own in zip(segments, logits):
+            own[:] = 0.0
+            if not s.request.state.drafts:
+                own[s.request.state.likely] = 5.0
+        super().take_drafts(segments, logits)
+
+
+def test_drafts_that_depend_on_rejected_ones_change_no_distribution(monkeypatch):
+    monkeypatch.setattr(kv_cache, "BLOCK", 32)
+    requests = [Request(PROMPT, 20, replace(REJECTION, seed=i)) for i in range(2_000)]
+    engine = Engine(SMALL, lambda e: Remembering(e, 2, schedule="lockstep"), 1_000)
+    for i in (0, 1_000):  # all begin in the same phase
+        for r, _ in engine.stream(requests[i : i + 1_000]):
+            if len(r.generation.token_ids) >= 3:
+                r.cancel()
+    odd = torch.tensor([r.generation.token_ids[2] % 2 for r in requests])
+    want = exact(SMALL, REJECTION).view(64, 4, 2).sum((0, 1))
+    assert chi_square(odd.bincount(), want) > 1e-6
+
+
 @pytest.mark.parametrize("name", ["draft, copies", "tiny chain", "specgen"])
 def test_drafts_that_rejection_verifies_have_new_noise_in_every_round(name, monkeypatch):
     """The drafts of a rejected position decide how many copies are verified, so where the next round begins,
