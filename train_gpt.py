@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from minispec.core import gpt
-from minispec.core.losses import kl
+from minispec.core.losses import goal_of, kl
 from minispec.tools import checkpoints
 from minispec.data import corpus, tasks
 from minispec.core.gpt import dense_attend
@@ -173,7 +173,7 @@ def main():
                 else:
                     with torch.no_grad():
                         goal = teacher.logits(teacher(x)[learn])
-                    loss = kl(goal, logits).mean()
+                    loss = kl(goal_of(goal), logits).mean()
 
             # One step of the optimiser.
             loss.backward()

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from minispec.core.attention import FullKeys
 from minispec.core.gpt import GPT, dense_attend
 from minispec.core.kv_cache import KVCache, whole_blocks
-from minispec.core.losses import kl
+from minispec.core.losses import goal_of, kl
 from minispec.core.requests import Request, Segment, Round, check_requests, pack
 from minispec.core.noise import stream
 from minispec.core.verify import check_numbers, scores
@@ -180,7 +180,8 @@ def distillation_loss(model, teacher_head, batch, k, mask_id, reverse=False):
     hidden = blocks_hidden(model, batch["prompt"], tokens, tokens.masked_fill(u_y, mask_id))
     q = mask_free(model.logits(hidden[u_y]), mask_id)
     with torch.autocast(tokens.device.type, enabled=False):
-        p_teacher = mask_free(batch["hidden"][u_y].to(teacher_head.dtype) @ teacher_head.T, mask_id)
+        of_teacher = batch["hidden"][u_y].to(teacher_head.dtype) @ teacher_head.T
+    p_teacher = goal_of(mask_free(of_teacher, mask_id))
     masked = block_size - k % block_size                         # masked slots of each slot's block
     return (kl(p_teacher, q, reverse) / masked[u_y]).sum() / (batch["live"] // block_size).sum()
 
@@ -200,7 +201,7 @@ def consistency_loss(model, batch, mask_id, generator, reverse=False):
         return mask_free(model.logits(answer_hidden(model, batch["prompt"], y)[s_y]), mask_id)
 
     with torch.no_grad():
-        goal = q(k_star)
+        goal = goal_of(q(k_star))
     size = s_y.sum(-1, keepdim=True).expand_as(s_y)
     return (kl(goal, q(k), reverse) / size[s_y]).sum() / len(tokens)
 

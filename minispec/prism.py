@@ -44,7 +44,7 @@ import torch.nn.functional as F
 
 from minispec.core import gpt
 from minispec.core.drafters import ChainDrafter
-from minispec.core.losses import kl
+from minispec.core.losses import goal_of, kl
 from minispec.core.requests import MAX_K, check_k
 from minispec.core.verify import warp
 from minispec.core.draft_head import DrafterConfig, TrainedDrafter, fusion
@@ -208,7 +208,7 @@ def unrolled_loss(prism, batch, steps):
 
     # 2. Both are distributions over the draft vocabulary, the target's renormalised: no drafter with this
     # vocabulary can come closer to the target.
-    goal = draft_head.head(batch.hidden.flatten(0, 1)[target_rows])[:n]        # (n, N)
+    goal = goal_of(draft_head.head(batch.hidden.flatten(0, 1)[target_rows])[:n])           # (n, N)
     best = batch.best.flatten()[target_rows[:n]]
     loss, chains = 0.0, []
     right = counted = torch.ones_like(to_learn)          # are all guesses right, and all to be learned?

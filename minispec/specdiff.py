@@ -53,7 +53,7 @@ import torch.nn.functional as F
 from minispec.core import gpt
 from minispec.core.gpt import dense_attend
 from minispec.core.drafters import PAD_DRAFT, ChainDrafter
-from minispec.core.losses import kl
+from minispec.core.losses import goal_of, kl
 from minispec.core.requests import MAX_K, MAX_NODES, check_k
 from minispec.core.draft_head import DrafterConfig, TrainedDrafter, fusion
 from minispec.core.verify import LEAST_TEMPERATURE, graft, warp
@@ -313,10 +313,10 @@ def distillation(drafter, batch, starts, windows, text, valid):
     logits = drafter.draft_head.head
     # The first slot: the text's rows predict it, so every row of an answer can learn.
     to_learn = F.pad(batch.learn[:, 1:], (0, 1))                                          # (B, S)
-    first = kl(logits(batch.hidden[to_learn]), logits(text[to_learn])).mean()
+    first = kl(goal_of(logits(batch.hidden[to_learn])), logits(text[to_learn])).mean()
     # The others, slot by slot.
     goal = at_places(batch.hidden, places_of(starts - 1, gamma))                          # (B, W, gamma, C)
-    slots = kl(logits(goal), logits(windows)) * valid                                     # (B, W, gamma)
+    slots = kl(goal_of(logits(goal)), logits(windows)) * valid                            # (B, W, gamma)
     mean = slots.sum((0, 1)) / valid.sum((0, 1)).clamp(min=1)
     decay = DECAY ** torch.arange(gamma, device=mean.device)
     return first + (mean * decay)[1:].sum()

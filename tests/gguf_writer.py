@@ -5,23 +5,6 @@ import numpy as np
 
 from minispec.tools import checkpoints
 
-# Metadata that is in a GPTConfig: GGUF's name, ours.
-OF_CONFIG = """\
-context_length block_size
-embedding_length d_model
-block_count n_layer
-feed_forward_length d_ff
-head_count n_head
-head_count_kv n_kv_head
-key_length head_dim
-value_length head_dim
-layer_norm_rms_eps norm_eps
-rope_freq_base rope_theta
-rope_dimension_count head_dim
-bos_token_id bos_id
-eos_token_id eos_id"""
-
-
 def side_by_side(w, head_dim):
     """The inverse of gguf_file.halves, with numpy."""
     return w.reshape(-1, 2, head_dim // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
@@ -40,11 +23,13 @@ def write_gguf(path, model, tokens, special, merges, pre="smollm", template=None
     w = gguf.GGUFWriter(str(path), name)
     kinds = {3: special, 4: user_defined, 5: unused}
     for what, value in {
-        **{theirs: getattr(c, ours) for theirs, ours in map(str.split, OF_CONFIG.splitlines())},
-        "tokenizer_model": "gpt2", "tokenizer_pre": pre, "token_list": tokens, "token_merges": merges,
-        "add_bos_token": add_bos, "chat_template": template,
+        "context_length": c.block_size, "embedding_length": c.d_model, "block_count": c.n_layer,
+        "feed_forward_length": c.d_ff, "head_count": c.n_head, "head_count_kv": c.n_kv_head,
+        "key_length": c.head_dim, "value_length": c.head_dim, "layer_norm_rms_eps": c.norm_eps,
+        "rope_freq_base": c.rope_theta, "rope_dimension_count": c.head_dim, "tokenizer_model": "gpt2",
+        "tokenizer_pre": pre, "token_list": tokens, "token_merges": merges, "add_bos_token": add_bos,
         "token_types": [max(k for k in (1, *kinds) if k == 1 or i in kinds[k]) for i in range(len(tokens))]
-        if types else None,
+        if types else None, "bos_token_id": c.bos_id, "eos_token_id": c.eos_id, "chat_template": template,
     }.items():
         if value is not None:
             getattr(w, f"add_{what}")(value)

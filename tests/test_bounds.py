@@ -411,8 +411,7 @@ def test_censored_positions_are_counted():
     assert bounds.censored_share([t], ["a", "b"]) == 3 / 6
 
 
-CELL = json.loads("""
-{"workload": "w", "batch": 1,
+CELL = {"workload": "w", "batch": 1,
  "total time": {"best fixed k": {"a": {"k": 2, "speedup": 1.25}}, "greedy (not a bound)": {"a": 1, "all": 1},
                 "optimum of one": {"a": 1.5}, "optimum of all": 1.75, "free drafters": 2, "one pass": 3},
  "mean rate": {"best fixed k": {"a": {"k": 4, "speedup": 3.25}}, "greedy (not a bound)": {"a": 1, "all": 1},
@@ -420,7 +419,6 @@ CELL = json.loads("""
  "range": {"best fixed k": {"a": {"speedup": [2.25, 4.25]}}, "greedy (not a bound)": {"a": [0, 2], "all": [0, 2]},
            "optimum of one": {"a": [2.5, 4.5]}, "optimum of all": [2.75, 4.75], "free drafters": [3, 5],
            "one pass": [4, 6]}}
-""")
 ROW = (
     "| w | 1 | all | 1.25 / 3.25 (2.25-4.25), k 2 / 4 a | 1.00 / 1.00 (0.00-2.00) | "
     "1.50* / 3.50* (2.50-4.50) a | 1.75* / 3.75* (2.75-4.75) | 2.00* / 4.00* (3.00-5.00) | "

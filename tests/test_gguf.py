@@ -21,9 +21,8 @@ from minispec.tools import checkpoints, gguf_file  # noqa: E402
 TEMPLATE = ("{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
             "[assistant]")
 FAMILIES = {"llama": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
-SHAPE = json.loads("""
-{"n_layer": 2, "n_head": 4, "n_kv_head": 2, "d_model": 64, "head_dim": 32, "d_ff": 96, "vocab_size": 2048,
- "bos_id": 2041, "eos_id": 2042}""")
+SHAPE = dict(n_layer=2, n_head=4, n_kv_head=2, d_model=64, head_dim=32, d_ff=96, vocab_size=2048, bos_id=2041,
+             eos_id=2042)
 
 
 def vocabulary():

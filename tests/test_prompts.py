@@ -8,51 +8,54 @@ import types
 from unittest import mock
 
 import pytest
-from conftest import ROOT, TARGET, refusal, refused, table, values
+from conftest import ROOT, TARGET, outcome, refusal, refused, table, values
 
 import decode
+from minispec.tools import checkpoints
 from minispec.data import prompts
+from minispec.tools import methods
 from minispec.studies import run
-from minispec.tools import checkpoints, methods
 from compare_checkpoints import CHATS
 from minispec.data.tokenizer import Tokenizer
 
 DATA = os.environ.get("MINISPEC_DATA", "")
-# Row, family, beginning of the prompt, answer, right texts, wrong texts.
-ROWS = json.loads(r"""[
-[{"question": "2+2?", "answer": "<<2+2=4>>4 it is\n#### 1,004"}, "gsm8k", "2+2?\n", "1004",
- ["so 7 and then $1,004.00.", "= 1004"], ["1004 or 5", "", "none", "100.4", "-1004"]],
-[{"question": "Is it?", "answer": "So\n#### yes"}, "gsm8k", "Is it?\n", "yes", ["yes"], ["no", "", "1"]],
-[{"problem": "Half?", "solution": "It is \\boxed{\\frac{1}{2}}.", "answer": "\\frac{1}{2}"},
- "math", "Half?\nPlease reason", "\\frac{1}{2}",
- ["\\boxed{3} no, $\\boxed{\\dfrac{1}{2}}$", "\\frac12", "\\boxed{\\tfrac 1 2}",
-  "\\boxed{3} or \\fbox{\\frac{1}{2}}"],
- ["\\boxed{\\frac{1}{3}}", "\\boxed{2}", "half", "\\boxed{0.5}", "\\boxed{1/2}", "\\boxed{1e99999999}"]],
-[{"problem": "Set?", "level": "Level 1", "solution": "so \\boxed{\\left\\{1, \\sqrt2\\right\\}}"},
- "math", "Set?\nPlease reason", "\\left\\{1, \\sqrt2\\right\\}", ["\\boxed{\\{1,\\sqrt{2}\\}}"],
- ["\\boxed{\\{1\\}}", "\\boxed{"]],
-[{"prompt": "How many? \\boxed{}", "answer": 33}, "prompt", "How many? \\boxed{}\n", "33",
- ["\\boxed{033}", "33"], ["\\boxed{3}", "the 33", "\\boxed{33.0}"]],
-[{"ID": "2024-I-1", "Problem": "How?", "Solution": "..", "Answer": "025"},
- "math", "How?\nPlease reason", "025", ["\\boxed{25}"], ["\\boxed{26}"]],
-[{"task_id": "HumanEval/0", "prompt": "from math import pi\n\n\ndef inc(x: int) -> int:\n",
-  "canonical_solution": "    return x + 1\n", "entry_point": "inc",
-  "test": "def check(candidate):\n    assert candidate(1) == 2\n"},
- "humaneval", "from math import pi\n", "", [], []],
-[{"task_id": 2, "text": "Double a number.", "code": "def double(x):\n    return 2 * x",
-  "test_list": ["assert double(4) == 8"], "test_setup_code": ""},
- "mbpp", "Double a number.\nYour code should pass these tests:\nassert double(4) == 8\n", "", [], []],
-[{"prompt": "Double.", "test_list": ["assert double(4) == 8"]}, "mbpp", "Double.\nYour", "", [], []],
-[{"category": "writing", "turns": ["Write.", "Again."]}, "mt_bench", "Write.\n", "", [], []],
-[{"category": "math_reasoning", "turns": ["6?"], "reference": ["6\n#### 576"]},
- "math_reasoning", "6?\n", "576", ["it is 576."], ["57"]],
-[{"category": "translation", "turns": ["Translate"], "reference": ["Nicht"]},
- "translation", "Translate\n", "", [], []],
-[{"instruction": "Do.\n", "input": "Guten Tag"}, "prompt", "Do.\n\nGuten Tag\n", "", [], []],
-[{"instruction": "Name a bird.", "input": "", "output": "Owl"}, "prompt", "Name a bird.\n", "", [], []],
-[{"instruction": "Name a bird.", "text": "Name a bird. Owl"}, "prompt", "Name a bird.\n", "", [], []],
-[{"instruction": "When?", "context": "In 1872.\n"}, "prompt", "When?\n\nIn 1872.\n", "", [], []]
-]""")
+EVAL = {"task_id": "HumanEval/0", "prompt": "from math import pi\n\n\ndef inc(x: int) -> int:\n",
+        "canonical_solution": "    return x + 1\n", "entry_point": "inc",
+        "test": "def check(candidate):\n    assert candidate(1) == 2\n"}
+MBPP = {"task_id": 2, "text": "Double a number.", "code": "def double(x):\n    return 2 * x",
+        "test_list": ["assert double(4) == 8"], "test_setup_code": ""}
+GSM8K = {"question": "2+2?", "answer": "<<2+2=4>>4 it is\n#### 1,004"}
+MATH_500 = {"problem": "Half?", "solution": "It is \\boxed{\\frac{1}{2}}.", "answer": "\\frac{1}{2}"}
+MATH = {"problem": "Set?", "level": "Level 1", "solution": "so \\boxed{\\left\\{1, \\sqrt2\\right\\}}"}
+TRANSLATION = {"category": "translation", "turns": ["Translate"], "reference": ["Nicht"]}
+REASONING = {"category": "math_reasoning", "turns": ["6?"], "reference": ["6\n#### 576"]}
+STEPS = "\nPlease reason"
+ROWS = [    # row, family, beginning of the prompt, answer, right texts, wrong texts
+    (GSM8K, "gsm8k", "2+2?\n", "1004", ["so 7 and then $1,004.00.", "= 1004"],
+     ["1004 or 5", "", "none", "100.4", "-1004", "9" * 10_000]),
+    ({"question": "Is it?", "answer": "So\n#### yes"}, "gsm8k", "Is it?\n", "yes", ["yes"], ["no", "", "1"]),
+    (MATH_500, "math", "Half?" + STEPS, "\\frac{1}{2}",
+     ["\\boxed{3} no, $\\boxed{\\dfrac{1}{2}}$", "\\frac12", "\\boxed{\\tfrac 1 2}",
+      "\\boxed{3} or \\fbox{\\frac{1}{2}}"],
+     ["\\boxed{\\frac{1}{3}}", "\\boxed{2}", "half", "\\boxed{0.5}", "\\boxed{1/2}", "\\boxed{1e99999999}"]),
+    (MATH, "math", "Set?" + STEPS, "\\left\\{1, \\sqrt2\\right\\}", ["\\boxed{\\{1,\\sqrt{2}\\}}"],
+     ["\\boxed{\\{1\\}}", "\\boxed{"]),
+    ({"prompt": "How many? \\boxed{}", "answer": 33}, "prompt", "How many? \\boxed{}\n", "33",
+     ["\\boxed{033}", "33"], ["\\boxed{3}", "the 33", "\\boxed{33.0}"]),
+    ({"ID": "2024-I-1", "Problem": "How?", "Solution": "..", "Answer": "025"}, "math", "How?" + STEPS, "025",
+     ["\\boxed{25}"], ["\\boxed{26}"]),
+    (EVAL, "humaneval", "from math import pi\n", "", [], []),
+    (MBPP, "mbpp", "Double a number.\nYour code should pass these tests:\nassert double(4) == 8\n", "",
+     [], []),
+    ({"prompt": "Double.", "test_list": ["assert double(4) == 8"]}, "mbpp", "Double.\nYour", "", [], []),
+    ({"category": "writing", "turns": ["Write.", "Again."]}, "mt_bench", "Write.\n", "", [], []),
+    (REASONING, "math_reasoning", "6?\n", "576", ["it is 576."], ["57"]),
+    (TRANSLATION, "translation", "Translate\n", "", [], []),
+    ({"instruction": "Do.\n", "input": "Guten Tag"}, "prompt", "Do.\n\nGuten Tag\n", "", [], []),
+    ({"instruction": "Name a bird.", "input": "", "output": "Owl"}, "prompt", "Name a bird.\n", "", [], []),
+    ({"instruction": "Name a bird.", "text": "Name a bird. Owl"}, "prompt", "Name a bird.\n", "", [], []),
+    ({"instruction": "When?", "context": "In 1872.\n"}, "prompt", "When?\n\nIn 1872.\n", "", [], []),
+]
 
 
 def load(tmp_path, *rows):
@@ -65,22 +68,26 @@ def load(tmp_path, *rows):
 def test_formats(row, family, begins, answer, right, wrong, tmp_path):
     p, = load(tmp_path, row)
     assert (p.family, p.answer) == (family, answer)
-    assert "<<" not in p.think and ("solution" not in row or p.think == row["solution"] + "\n")
+    assert "<<" not in p.think and (row is not MATH or p.think == MATH["solution"] + "\n")
     assert p.prompt.startswith(begins)
     assert p.prompt.endswith("\n") and not p.prompt.endswith("\n\n")
     for text in right:
         assert prompts.check(p, text) is True, text
     for text in wrong:
         assert prompts.check(p, text) is False, text
-    assert prompts.check(p, "9" * 10_000) is (False if right else None)
+    if not right:
+        assert prompts.check(p, "anything") is None
 
 
-def test_code_is_never_run(tmp_path):
+def test_code_is_never_run(toy, tmp_path):
     """HumanEval and MBPP measure speed: no code of a model is executed, and there is no verdict."""
     left = tmp_path / "left"
     code = f"```python\ndef inc(x):\n    return x + 1\nopen({str(left)!r}, 'w')\nimport os\nos._exit(97)\n```"
-    some = load(tmp_path, *(row for row, family, *_ in ROWS if family in ("humaneval", "mbpp")))
-    assert [prompts.check(problem, code) for problem in some] == [None] * 3
+    for problem in load(tmp_path, EVAL, MBPP):
+        assert prompts.check(problem, code) is None
+    out = tmp_path / "o.json"
+    outcome(decode, f"--model {toy} --prompts {tmp_path}/p.jsonl --max-new-tokens 5 --json {out}")
+    assert [x["correct"] for x in json.loads(out.read_text())["requests"]] == [None, None]
     assert not left.exists()
 
 
@@ -299,12 +306,7 @@ def real(name):
     return prompts.load_named(name, DATA)
 
 
-@pytest.mark.parametrize("name, n", values("""
-    "gsm8k"      | 1319
-    "aime"       | 30
-    "spec_bench" | 480
-    "humaneval"  | 164
-"""))
+@pytest.mark.parametrize("name, n", [("gsm8k", 1319), ("aime", 30), ("spec_bench", 480), ("humaneval", 164)])
 def test_every_answer_of_a_public_file_is_right_and_another_wrong(name, n):
     """Code and free answers are not judged. Spec-Bench has six blocks."""
     problems = real(name)

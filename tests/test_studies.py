@@ -365,15 +365,11 @@ def test_a_real_models_greedy_answers_end_before_they_loop(monkeypatch, shipped)
     assert [t.n_out for t in some] == [10, 6]
 
 
-@pytest.mark.parametrize("how, workloads", values("""
-    "SMALL" | 6
-    "SMALL" | 5
-    "REAL" | 9
-    "ANSWERS" | 9
-    "ANSWERS" | 6
-"""))
+@pytest.mark.parametrize(
+    "how, workloads",
+    [(run.SMALL, 6), (run.SMALL, 5), (run.REAL, 9), (run.ANSWERS, 9), (run.ANSWERS, 6)],
+)
 def test_mixtures_have_as_many_problems_of_each_workload(how, workloads):
-    how = getattr(run, how)
     ids = [f"{w}/{i}" for i in range(how.traced) for w in range(workloads)]
     mixed = [own for name, _, own, _ in run.cells_of(ids, how, {}) if name.startswith("mixed")]
     assert len(mixed) == len(how.mixed) + len(how.sampled)

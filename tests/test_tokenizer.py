@@ -9,11 +9,13 @@ from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import gguf_file
 
-TEXTS = json.loads(r"""[
-"the cat sat on the mat, the cat sat", "12 + 34 = 46, and 46 is 46", "naïve café 東京 👍🏽",
-"don't we'll", "\tif x:\n\t\treturn  y  \n\n", "", " ", "\n\n \n", "a\u0000b", "\ufffd", "<|eos|><|think|>",
-"  leading", "trailing  ", "ＡＢＣ１２３", "٣٤٥ ²³", "e\u0301", "_snake_case__", "\u200b\u2028x", "'s 'S 'll",
-"🏳️‍🌈", "1234567890", "Hello, world! 1 + 1 = 2", "hello\n\n12 all 3456"]""")
+SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|mask|>", "<|prompt|>", "<|think|>", "<|answer|>")
+TEXTS = ["the cat sat on the mat, the cat sat", "12 + 34 = 46, and 46 is 46", "naïve café 東京 👍🏽",
+         "don't we'll", "\tif x:\n\t\treturn  y  \n\n",
+         "", " ", "\n\n \n", "a\x00b", "\ufffd", "<|eos|><|think|>",
+         "  leading", "trailing  ", "ＡＢＣ１２３", "٣٤٥ ²³", "e\u0301",
+         "_snake_case__", "\u200b\u2028x", "'s 'S 'll", "🏳️‍🌈",
+         "1234567890", "Hello, world! 1 + 1 = 2", "hello\n\n12 all 3456"]
 
 
 def library(name):
@@ -57,8 +59,10 @@ def test_a_folder_does_not_hide_the_packaged_model(tmp_path, monkeypatch):
 
 
 def test_special_tokens_never_come_from_text(tokenizer):
-    assert [*tokenizer.special.values()] == [*range(2041, tokenizer.vocab_size)]
-    assert max(tokenizer.encode("x".join(tokenizer.special))) < 2041
+    assert list(tokenizer.special) == list(SPECIALS)
+    assert tokenizer.vocab_size == 2048
+    for s in SPECIALS:
+        assert tokenizer.special[s] not in tokenizer.encode(f"x{s}y")
 
 
 def test_digits_are_single_tokens(tokenizer):
@@ -94,6 +98,8 @@ def test_transformers_finds_the_tokenizer_and_the_template(tokenizer):
     {"model": {"type": "Unigram"}} | type of the vocabulary must be BPE, got Unigram
 """))
 def test_bad_files_are_named(tmp_path, content, message):
+    with refused("cannot read", "tokenizer.json: No such file"):
+        Tokenizer.load(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text(content)
     with refused(message):
         Tokenizer.load(str(tmp_path))
@@ -101,7 +107,7 @@ def test_bad_files_are_named(tmp_path, content, message):
 
 # -- other people's files --------------------------------------------------------------------------------
 
-SPLITS = r"\w+ \d* \d*|l (?=l) (?i:HE|l+) \p{N}{1,3} [^\n]+\n (?<=l)o \s+".split()
+SPLITS = [r"\w+", r"\d*", r"\d*|l", r"(?=l)", r"(?i:HE|l+)", r"\p{N}{1,3}", r"[^\n]+\n", r"(?<=l)o", r"\s+"]
 # A post_processor of a tokenizer.json whose texts begin with <|bos|>.
 BOS = json.loads("""
 {"type": "Sequence", "processors": [
@@ -169,7 +175,7 @@ def test_an_unused_token_of_other_characters_does_not_refuse_a_file(tmp_path):
 FIRST = "{{ messages[0].content }}"
 ADDED = ["a <|think|>  b", "<|think|><|think|>", "  <|think|>\n\t<|answer|>  x", "<|answer|> <|think|> ",
          "no name", "<|think", " \n<|mask|>  y"]
-STRIPS = json.loads('[{}, {"lstrip": true}, {"rstrip": true}, {"lstrip": true, "rstrip": true}]')
+STRIPS = [{}, {"lstrip": True}, {"rstrip": True}, {"lstrip": True, "rstrip": True}]
 
 
 @pytest.mark.parametrize("changes", STRIPS, ids=str)

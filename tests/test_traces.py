@@ -62,10 +62,13 @@ def test_expected_tokens_of_a_round():
 
 # -- files -----------------------------------------------------------------------------------------
 
-GOOD = json.loads("""
-{"id": "x", "prompt_len": 9, "n_out": 4,
- "accept": {"a": [0, 2, 1, 1]}, "censored": {"a": [null, false, false, true]}}
-""")
+GOOD = {
+    "id": "x",
+    "prompt_len": 9,
+    "n_out": 4,
+    "accept": {"a": [0, 2, 1, 1]},
+    "censored": {"a": [None, False, False, True]},
+}
 
 
 def test_files_are_read_as_they_were_written(tmp_path):

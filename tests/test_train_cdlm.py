@@ -70,7 +70,7 @@ def test_consistency_loss_by_hand(model, trajectories, reverse):  # 13
         states = (at(trajectories, step)[row].tolist() for step in (end, k))
         goal, q = (dense(model, prompt, state)[end:] for state in states)
         if end < L:
-            want += cdlm.kl(goal, q, reverse).mean().item() / 4
+            want += cdlm.kl(cdlm.goal_of(goal), q, reverse).mean().item() / 4
     assert want > 0
     assert consistency(model, trajectories, reverse).item() == pytest.approx(want, rel=1e-3)
 
@@ -96,15 +96,15 @@ def test_kl_is_its_definition():  # 14, 17
     q = b.softmax(-1)
     with torch.autocast("cpu", torch.bfloat16):
         for reverse, want in ((False, p * (p / q).log()), (True, q * (q / p).log())):
-            loss = cdlm.kl(a, b, reverse)
+            loss = cdlm.kl(cdlm.goal_of(a), b, reverse)
             assert torch.allclose(loss, want.sum(-1), atol=1e-5)
             goal, student = torch.autograd.grad(loss.sum(), (a, b), allow_unused=True)
             assert goal is None
             assert student.any()
-            masked = cdlm.kl(cdlm.mask_free(a, 3), cdlm.mask_free(b, 3), reverse)
+            masked = cdlm.kl(cdlm.goal_of(cdlm.mask_free(a, 3)), cdlm.mask_free(b, 3), reverse)
             assert masked.isfinite().all()
             assert torch.autograd.grad(masked.sum(), b)[0].isfinite().all()
-        assert (cdlm.kl(a, a).abs() < 1e-6).all()
+        assert (cdlm.kl(cdlm.goal_of(a), a).abs() < 1e-6).all()
 
 
 @pytest.mark.parametrize("reverse", [False, True])

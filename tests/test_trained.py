@@ -26,11 +26,11 @@ from minispec.tools.drafter_files import load_drafter, save_drafter
 FULL = bool(os.environ.get("MINISPEC_FULL"))
 # A small vocabulary, so that even random drafts are often right.
 TARGET = toy_model(vocab=12, seed=2)
-FORMS = dict(values("""
-    "blind"   | {}
-    "reading" | {"reads": true}
-    "markov"  | {"reads": true, "feature_layers": [0, 1], "rank": 4}
-"""))
+FORMS = {
+    "blind": dict(),
+    "reading": dict(reads=True),
+    "markov": dict(reads=True, feature_layers=(0, 1), rank=4),
+}
 
 
 def toy_prism(target=TARGET, step_map=(0, 1), seed=5, gain=2.0, **changes):
