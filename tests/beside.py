@@ -56,6 +56,7 @@ class Parent:
 
     def __init__(self, config):
         self.config, self.reports, self.output = config, queue.SimpleQueue(), tempfile.TemporaryFile("w+")
+        self.ended = 0                                   # tests of both that are reported
         self.tokens, self.supply = os.pipe()
         receiver, sender = multiprocessing.Pipe(duplex=False)
         ends = self.tokens, sender.fileno()
@@ -83,6 +84,9 @@ class Parent:
             report = hook.pytest_report_from_serializable(config=self.config, data=data)
             hook.pytest_runtest_logreport(report=report)
 
+    def pytest_runtest_logreport(self, report):
+        self.ended += report.when == "teardown"
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session):
         if session.testsfailed:                          # in collection: pytest's own loop says so
@@ -93,7 +97,8 @@ class Parent:
         code = self.child.wait()
         self.listener.join()
         self.report()
-        if code not in (0, 1):                           # neither all passed nor some failed
+        # Neither all passed nor some failed; or pytest's own time limit has ended it, with code 1 too.
+        if code not in (0, 1) or self.ended < len(session.items):
             self.output.seek(0)
             said = self.output.read()[-3000:]
             pytest.exit(f"the tests beside these ended with {code}:\n{said}", returncode=1)

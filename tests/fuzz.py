@@ -24,6 +24,7 @@ import signal
 import struct
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from unittest import mock
@@ -173,6 +174,7 @@ def forked(folder, name, argv, main, output):
     try:
         out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1), os.dup2(out, 2)
+        tqdm.set_lock(threading.RLock())                 # a killed fork would keep the one that all share
         os.chdir(folder)
         os.environ.pop("MINISPEC_DATA", None)
         sys.argv = [name + ".py", *argv]

@@ -18,7 +18,7 @@ def test_waits():
         time.sleep(0.01)
 """
 FAILS = BEGIN + "    assert 'MINISPEC_TESTS_BESIDE' not in os.environ\n"
-DIES = BEGIN + "    if 'MINISPEC_TESTS_BESIDE' in os.environ:\n        os._exit(9)\n"
+DIES = BEGIN + "    if 'MINISPEC_TESTS_BESIDE' in os.environ:\n        os._exit({code})\n"
 
 pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core runs one process")
 
@@ -40,6 +40,7 @@ def test_failures_of_both_processes_are_reported(tmp_path):
     assert "test_a.py::test_a" in p.stdout and "test_d.py::test_d" in p.stdout
 
 
-def test_a_second_process_that_dies_is_a_failure(tmp_path):
-    p = run(tmp_path, {"a": GOOD, "b": GOOD, "c": WAIT, "d": DIES})
-    assert p.returncode == 1 and "the tests beside these ended with 9" in p.stdout + p.stderr
+@pytest.mark.parametrize("code", [9, 1])
+def test_a_second_process_that_dies_is_a_failure(code, tmp_path):
+    p = run(tmp_path, {"a": GOOD, "b": GOOD, "c": WAIT, "d": DIES.format(code=code)})
+    assert p.returncode == 1 and f"the tests beside these ended with {code}" in p.stdout + p.stderr

@@ -1,8 +1,8 @@
 """Training data and the training script, at toy size."""
 
 import os
-import runpy
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -11,7 +11,6 @@ import pytest
 import torch
 from conftest import ROOT, TARGET, log_of, outcome, refusal, seeded, table, toy_model, weights, words
 
-import fuzz
 import train_gpt
 from minispec.core import losses
 from minispec.core.gpt import dense_attend
@@ -100,14 +99,14 @@ def test_attention_logits_are_clipped_head_by_head():
 def test_killed_training_resumes_to_the_same_weights_and_shares_its_folder_with_no_other(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     settings = "--save-every 2"
-    script = lambda: runpy.run_path(train_gpt.__file__, run_name="__main__")
-    # A fork, because importing torch takes seconds.
-    pid = fuzz.forked(ROOT, "train_gpt", words(f"--out {parts} {ARGS} {settings}"), script, tmp_path / "said")
+    # Not a fork: stopped while it shows its progress, it would keep the lock of this process's progress bars.
+    command = words(f"{sys.executable} {ROOT}/train_gpt.py --out {parts} {ARGS} {settings}")
+    p = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def hold():
-        while not (parts / "resume.pt").exists() and os.waitpid(pid, os.WNOHANG) == (0, 0):
+        while not (parts / "resume.pt").exists() and p.poll() is None:
             time.sleep(0.01)
-        os.kill(pid, signal.SIGSTOP)
+        p.send_signal(signal.SIGSTOP)
 
     holding = threading.Thread(target=hold)
     holding.start()
@@ -117,8 +116,8 @@ def test_killed_training_resumes_to_the_same_weights_and_shares_its_folder_with_
     # It asks for a folder whose owner holds still.
     assert refusal(train_gpt, f"--out {parts} {ARGS} {settings}") == (
         f"{parts} is in use by another training; wait until it ends or use another --out")
-    os.kill(pid, signal.SIGKILL)  # the lock file stays, and stops nobody
-    os.waitpid(pid, 0)
+    p.send_signal(signal.SIGKILL)  # the lock file stays, and stops nobody
+    p.communicate()
     assert (parts / "lock").exists()
     assert len(log_of(parts)) < len(log_of(whole))
     done = train(parts, settings)
