@@ -559,8 +559,8 @@ BAD_DECODING = f"""
 prism | --tree 1000 | tree must be 0 to 256 drafts, got 1000
 prism | --tree -1 | tree must be 0 to 256 drafts, got -1
 prism | --prompt-lookup 513 | prompt-lookup tokens must be 0 to 512, got 513
-prism | --k 33 | k 33 is out of range; allowed is 1 to 32 draft tokens a round
-specdiff | --k 33 | k 33 is out of range; allowed is 1 to 32 draft tokens a round
+prism | --k 33 | k 33 is out of range; allowed is 1 to 32 drafts in a row
+specdiff | --k 33 | k 33 is out of range; allowed is 1 to 32 drafts in a row
 specdiff | --k-drafts 0 | k-drafts 0 is out of range; allowed is 1 to 16
 specdiff | --k 16 --k-drafts 17 | k-drafts 17 is out of range; allowed is 1 to 16
 specdiff | --draft-temperature -1 | draft-temperature -1.0 is out of range

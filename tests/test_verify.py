@@ -123,7 +123,7 @@ def test_noise_draws_from_p_and_couples_drafts(sampling):
     assert alpha / (2 - alpha) - 0.01 < hits < alpha + 0.01
 
 
-def test_logits_must_be_numbers():
-    verify.check_numbers(torch.full((2, 50_000), -2.0).bfloat16())
+def test_large_sums_of_halves_are_numbers():
+    verify.check_numbers(torch.full((2, 50_000), -2.0).half())
     with refused("must be numbers"):
-        verify.check_numbers(torch.tensor([1.0, float("nan")]).bfloat16())
+        verify.check_numbers(torch.tensor([1.0, float("nan")]).half())

@@ -37,6 +37,7 @@ class Drafter:
     feature_layers = ()     # F layers of the target whose states it reads besides
     select = None           # of trees under the rule `selection`: see specdiff.best_path
     drafters = {}           # name -> the drafters that this one chooses among
+    graphs = None           # of a ChainDrafter on a GPU: kernels.rounds.Rounds, which replays `round`
     promises = {}           # request -> {drafter: [drafts, tokens, tokens/s] that were expected}
 
     def propose(self, requests, limits):
@@ -98,7 +99,6 @@ class ChainDrafter(Drafter):
     below `min_confidence`. The draft that drops below is still verified: discarding it would bias the drafts
     away from q."""
     min_confidence = MIN_CONFIDENCE
-    graphs = None               # on a GPU: kernels.rounds.Rounds of its only engine, which replays `round`
     segments = 1                # of a request in one round
 
     def __init__(self, config, model, room):

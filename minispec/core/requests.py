@@ -118,9 +118,9 @@ MAX_NODES = 256             # drafts of a tree, or of all chains of a round
 
 def check_k(k, width=1):
     """ValueError unless a round may have k draft tokens. width: the drafter's."""
-    most = MAX_K if width == 1 else MAX_NODES
+    most, what = (MAX_K, "drafts in a row") if width == 1 else (MAX_NODES, "draft tokens a round")
     if not 1 <= k <= most:
-        raise ValueError(f"k {k} is out of range; allowed is 1 to {most} draft tokens a round")
+        raise ValueError(f"k {k} is out of range; allowed is 1 to {most} {what}")
 
 
 def check_requests(requests, config):

@@ -117,7 +117,7 @@ def _rounds(model, drafter, rows, context, order):
         if done == len(order):
             break
         engine.scheduler.k = order[done]
-        if getattr(drafter, "graphs", None):
+        if drafter.graphs:
             drafter.graphs.steps = 0                     # else every round takes the steps of the longest
     return [i["seconds"] for i in engine.iterations]
 
