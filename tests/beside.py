@@ -56,7 +56,7 @@ class Parent:
 
     def __init__(self, config):
         self.config, self.reports, self.output = config, queue.SimpleQueue(), tempfile.TemporaryFile("w+")
-        self.ended = 0                                   # tests of both that are reported
+        self.ended = set()                               # tests of both that are reported
         self.tokens, self.supply = os.pipe()
         receiver, sender = multiprocessing.Pipe(duplex=False)
         ends = self.tokens, sender.fileno()
@@ -85,7 +85,8 @@ class Parent:
             hook.pytest_runtest_logreport(report=report)
 
     def pytest_runtest_logreport(self, report):
-        self.ended += report.when == "teardown"
+        if report.when == "teardown":
+            self.ended.add(report.nodeid)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session):
@@ -94,12 +95,12 @@ class Parent:
         os.write(self.supply, b"." * len(session.items))
         os.close(self.supply)
         run(session, session.items, self.tokens, self.report)
-        code = self.child.wait()
+        code = self.child.wait(1800)
         self.listener.join()
         self.report()
         # Neither all passed nor some failed; or pytest's own time limit has ended it, with code 1 too.
-        if code not in (0, 1) or self.ended < len(session.items):
+        if code not in (0, 1) or len(self.ended) < len(session.items):
             self.output.seek(0)
-            said = self.output.read()[-3000:]
+            said = self.output.read()[-20_000:]
             pytest.exit(f"the tests beside these ended with {code}:\n{said}", returncode=1)
         return True

@@ -167,7 +167,7 @@ def verdicts():
     Triton's interpreter: that must be chosen before triton is imported, and cannot compile."""
     file = f"{ROOT}/tests/test_graphs.py"
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    p = subprocess.run([sys.executable, file], env=env, capture_output=True, text=True, timeout=1800)
+    p = subprocess.run([sys.executable, file], env=env, capture_output=True, text=True, timeout=300)
     assert p.returncode == 0, p.stderr[-2000:]
     return json.loads(p.stdout.splitlines()[-1])
 

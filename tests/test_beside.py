@@ -31,7 +31,7 @@ def run(folder, files):
     own = "MINISPEC_TESTS_BESIDE", "PYTEST_ADDOPTS", "FORCE_COLOR", "PY_COLORS"
     env = {name: value for name, value in os.environ.items() if name not in own}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
 
 
 def test_failures_of_both_processes_are_reported(tmp_path):

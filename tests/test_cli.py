@@ -389,25 +389,29 @@ def started(line, *more):
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def test_a_closed_pipe_ends_silently(toy):
+def test_a_closed_pipe_ends_silently(toy, tmp_path):
     """As in `| head -1`: the reader takes the first line and ends."""
-    p = started(f"--model {toy} --max-new-tokens 200 --prompt", "first\nsecond")
+    # More than a pipe holds, or it might end before its reader.
+    (tmp_path / "p.jsonl").write_text('{"prompt": "%s"}\n' % ("word " * 150) * 200)
+    p = started(f"--model {toy} --prompts {tmp_path}/p.jsonl --max-new-tokens 20")
     assert p.stdout.readline().startswith(f"{toy}: 0.".encode())           # the first line names the model
     p.stdout.close()
     assert p.stderr.read() == b""
-    assert p.wait(60) == 128 + signal.SIGPIPE
+    assert p.wait(120) == 128 + signal.SIGPIPE
 
 
 def test_interrupt_keeps_the_text_and_exits_130(tmp_path):
-    p = started(f"--task trace --size 190 --json {tmp_path}/o.json")
+    p = started(f"--task trace --size 190 --n 20 --json {tmp_path}/o.json")       # more than a pipe holds
     prompt = tasks.make("trace", 0, "heldout", 190).prompt.encode()
     seen = b""
     while len(seen) < len(prompt) + 200:                 # the answer has begun
-        seen += os.read(p.stdout.fileno(), 4096)
+        some = os.read(p.stdout.fileno(), 4096)
+        assert some, p.communicate()
+        seen += some
     p.send_signal(signal.SIGINT)
-    _, err = p.communicate(timeout=30)
+    _, err = p.communicate(timeout=120)
     assert p.returncode == 130 and b"interrupted" in err and b"Traceback" not in err
-    assert seen.split(b"\n\n", 1)[1].startswith(prompt)
+    assert seen.split(b"\n\n", 1)[1].startswith(b"--- 1 of 20\n" + prompt)
     assert os.listdir(tmp_path) == []
 
 

@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 
 PARTS = "*.py", "minispec/**/*.py", "kernels/*.py"
-FILES = [f for part in PARTS for f in glob.glob(part, root_dir=ROOT, recursive=True)]
+FILES = sorted(f for part in PARTS for f in glob.glob(part, root_dir=ROOT, recursive=True))
 MAY = {                                      # room: rooms whose files it may import
     "core": {"core"},
     "kernels": {"core", "kernels"},

@@ -1,11 +1,8 @@
 """Training data and the training script, at toy size."""
 
 import os
-import signal
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
 import torch
@@ -96,28 +93,36 @@ def test_attention_logits_are_clipped_head_by_head():
     assert torch.equal(before[values], model.blocks[0].qkv.weight[values])
 
 
+# A training that stops itself after its first checkpoint.
+HELD = """if True:
+    import os, signal, train_gpt
+    from minispec.tools import training
+
+    def checkpoint(run, real=training.Run.checkpoint, **results):
+        real(run, **results)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    training.Run.checkpoint = checkpoint
+    train_gpt.main()"""
+
+
 def test_killed_training_resumes_to_the_same_weights_and_shares_its_folder_with_no_other(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     settings = "--save-every 2"
     # Not a fork: stopped while it shows its progress, it would keep the lock of this process's progress bars.
-    command = words(f"{sys.executable} {ROOT}/train_gpt.py --out {parts} {ARGS} {settings}")
-    p = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-    def hold():
-        while not (parts / "resume.pt").exists() and p.poll() is None:
-            time.sleep(0.01)
-        p.send_signal(signal.SIGSTOP)
-
-    holding = threading.Thread(target=hold)
-    holding.start()
-    done = train(whole, settings)
-    assert done.returncode == 0, done.stderr
-    holding.join()
-    # It asks for a folder whose owner holds still.
-    assert refusal(train_gpt, f"--out {parts} {ARGS} {settings}") == (
-        f"{parts} is in use by another training; wait until it ends or use another --out")
-    p.send_signal(signal.SIGKILL)  # the lock file stays, and stops nobody
-    p.communicate()
+    command = [sys.executable, "-c", HELD, *words(f"--out {parts} {ARGS} {settings}")]
+    p = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        done = train(whole, settings)
+        assert done.returncode == 0, done.stderr
+        _, status = os.waitpid(p.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        # It asks for a folder whose owner holds still.
+        assert refusal(train_gpt, f"--out {parts} {ARGS} {settings}") == (
+            f"{parts} is in use by another training; wait until it ends or use another --out")
+    finally:
+        p.kill()  # the lock file stays, and stops nobody
+        p.communicate()
     assert (parts / "lock").exists()
     assert len(log_of(parts)) < len(log_of(whole))
     done = train(parts, settings)

@@ -256,7 +256,7 @@ def opened(page, folder, width=360):
         f"{BROWSER} --headless --no-sandbox --disable-gpu --enable-logging=stderr --dump-dom "
         f"--user-data-dir={folder}/browser --window-size={width},900 --virtual-time-budget=5000 "
         f"file://{folder}/checked.html")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     report, = re.findall(r'<pre id="report">(.*?)</pre>', done.stdout)
     return json.loads(base64.b64decode(report))
