@@ -12,7 +12,7 @@
     teacher        OUT/teacher: the target's weights, trained to fill in masks; every slot sees all others
     trajectories   OUT/trajectories: the teacher answers training prompts, one token a step, the most
                    confident slot first; stored are tokens, ranks and hidden rows (cdlm.trajectory)
-    student        OUT/student: the teacher's weights, trained on the trajectories with three losses
+    student        OUT/student: the teacher's weights, trained on trajectories (two losses) and answers (one)
 
 Learning rates peak at 1e-3 (teacher) and 2e-4 (student), unless --lr says otherwise. Interrupt it at any
 time: the same command continues where the last checkpoint or shard was, with the same result. A stage that
@@ -123,7 +123,7 @@ def answered(args, tokenizer):
 
 def read_answers(args, tokenizer, *kinds):
     """Examples of the shards of these kinds. An answer is cut to L slots; one that neither fills them nor
-    ends was given up in a loop, and is left out."""
+    ends (a loop, or a limit of tokens) is left out."""
     examples = {}                                        # a prompt may be in two shards
     files = [file for kind in kinds for file in Path(args.answers).glob(f"{kind}-*.safetensors")]
     for file in sorted(files):

@@ -11,7 +11,8 @@
     python train_prism.py --out /tmp/two --arm prism2 --init /tmp/one --responses mine/prism/responses
     python train_prism.py --out /tmp/more --arm ttt1 --init /tmp/one --responses mine/prism/responses
 
-The target writes prompts, answers them, and its hidden states are recorded (data/rollouts.py).
+The target answers prompts, which a real model writes itself, and its hidden states are recorded
+(data/rollouts.py).
 Other variants, seeds and prefixes (--prompts 1000, 2000, ..) can be trained from the same folder of
 --responses. Interrupt it at any time: the same command continues. Writes config.json, model.safetensors,
 log.jsonl, command.txt, and resume.pt with the optimisers' state. The tau that it shows is an estimate of the

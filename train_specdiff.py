@@ -15,11 +15,11 @@ the same cost.
     # answers sampled, for rejection sampling
     python train_specdiff.py --out /tmp/rs --objective streak-rs --temperature 1
 
-The target writes prompts and answers them itself (data/rollouts.py), and all objectives and seeds are trained
-on the same answers. Streak objectives barely move a drafter that is never right: start them from a trained
-one (--init). --lr is 2e-3 by default, with --init a third of it. Interrupt it at any time: the same command
-continues. Writes config.json, model.safetensors, log.jsonl, command.txt, and resume.pt with the optimisers'
-state.
+The target answers prompts, which a real model writes itself (data/rollouts.py), and all objectives and seeds
+are trained on the same answers. Streak objectives barely move a drafter that is never right: start them from
+a trained one (--init). --lr is 2e-3 by default, with --init a third of it. Interrupt it at any time: the same
+command continues. Writes config.json, model.safetensors, log.jsonl, command.txt, and resume.pt with the
+optimisers' state.
 
 heldout_tau estimates the tokens that a round commits, bonus included, of windows at random positions; rounds
 begin after rejected drafts, where tau is lower. greedy: the drafter's argmax must equal

@@ -46,7 +46,9 @@ def grade(name):
         return f"not filled in; write the function in exercises/{name}.py"
     if first.report:
         lines = [line for line in first.report.longreprtext.splitlines() if line.strip(" ^")]
-        return f"wrong, {first.report.nodeid} fails:\n" + "\n".join(lines[:12])
+        error = next((i for i, line in enumerate(lines) if line.startswith("E ")), 0)
+        lines = lines[:min(error, 6)] + lines[error:error + 6]             # the test, and what went wrong
+        return f"wrong, {first.report.nodeid} fails:\n" + "\n".join(lines)
     if code == pytest.ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
     if code:

@@ -1,6 +1,6 @@
 """Write SpecDiff-2's self-selection: of several chains, the one with the most expected accepted drafts.
 
-Paper: SpecDiff-2 2511.00606, section 4, Eq. 7. Lesson: docs/specdiff.md, "K chains".
+Paper: SpecDiff-2 2511.00606, Eq. 7. Lesson: docs/specdiff.md, "K chains".
 
 The chains are merged to a tree of n drafts. Row i = 1 .. n has the token draft[i - 1] and hangs from row
 parents[i - 1] < i; row 0 is the last committed token. p[i] is the target's distribution of the token that

@@ -24,6 +24,7 @@ TESTS = (
     "test_specgen.py::test_the_end_of_the_prompt_selects_for_the_first_round[512]",
     "test_specgen.py::test_a_window_is_the_first_and_the_newest_positions",
     "test_specgen.py::test_output_never_depends_on_the_selection[window-1-0.02]",
+    "test_specgen.py::test_output_never_depends_on_the_selection[ahead-4-1.0]",
 )
 
 

@@ -18,6 +18,7 @@ from minispec.cdlm import bidirectional  # noqa: F401
 PLACE = "minispec.cdlm.two_copies"
 TESTS = (
     "test_docs.py::test_masks_of_cdlm_by_drawing",
+    "test_cdlm.py::test_padding_is_unseen_and_no_softmax_is_empty",
     "test_cdlm.py::test_two_copies_train_every_block_as_decoding_meets_it",
 )
 

@@ -10,8 +10,8 @@ the chance that a draft is accepted, is estimated from counts: a request's estim
 all requests, which is shrunk to a prior, the drafter's acceptance on other texts. Counts decay, so a drafter
 that failed is tried again later. Prompt lookup costs nothing, so it runs in every round. If one request
 decodes alone, its prompt-lookup tokens are verified beside the drafts of the chosen drafter, and a drafter
-that ends a chain where it is unsure gets no k. The choice may depend on rejected drafts; rejection
-sampling stays exact, because every round drafts with new noise (`noise.apart`).
+that ends a chain where it is unsure gets no k, except in a CUDA graph. The choice may depend on rejected
+drafts; rejection sampling stays exact, because every round drafts with new noise (`noise.apart`).
 """
 from collections import defaultdict
 from functools import cache, partial
@@ -88,7 +88,7 @@ class Adaptive(Drafter):
         return out
 
     def _learn(self, r):
-        """Count a request's last drafts. The first wrong one was verified too, those after it were not."""
+        """Count a request's last drafts and lookups, verified or not, up to the first one that was wrong."""
         for count in self.history[r].values():
             count *= DECAY
         for name, drafts, start in self.drafted.pop(r, []):

@@ -26,7 +26,7 @@ the requests' tokens/s over plain decoding's tokens/s, in which short and fast r
 
 Glossary, code <-> paper: batch B; prompt_len P_r; n_out N; position p_r, output tokens that exist when a
 round starts; kv C, cached tokens of the whole batch; queries Q, tokens in a forward; proposed j, drafts of a
-round; accept[i] = a(i), accepted drafts + 1; verify T_verify; draft T_draft; overhead T_ovh; k gamma.
+round; accept[i] = a(i), accepted drafts + 1; verify T_verify; draft T_draft; overhead T_ovh.
 
 What differs from the paper, and why:
 - The paper's oracle proposes exactly the drafts that will be accepted. That is greedy: a shorter round can
@@ -44,7 +44,7 @@ The optimum and the free drafters are bounds for rounds of at most k_max drafts.
 drafts that the trace asked for were accepted, so longer rounds might gain more. Every cell reports the share
 of such positions.
 
-All times are seconds. numpy only, no torch.
+All times are seconds. No torch.
 """
 from itertools import product
 
@@ -338,7 +338,7 @@ def best_drafts(traces, cost, cells, k_max=None):
     its speed-up over plain decoding; k is 0 where drafting never pays. The rounds are those in which the
     drafter writes the traces' outputs with k drafts, or fewer if it finds fewer; they are priced as if the
     context were always the same. cells: {batch: a cell}, whose fastest drafter by the clock is shown at the
-    context nearest to that of its requests."""
+    context nearest to the mean of all traces."""
     names = compared(traces, cost)
     drafts = np.arange((k_max or deepest(traces, names)) + 1)
     rounds = {name: rounds_by_drafts(traces, name, drafts[-1]) for name in names}

@@ -15,7 +15,7 @@ Glossary: P prompt tokens, L answer slots (`gen_length`), B slots of a block (`b
 batch, T prompt and slots, C model width, V vocabulary. rank (n, L): the order in which slots were revealed.
 y: state k of a trajectory, in which the slots of rank < k hold their tokens and the others are masked. y*:
 the state in which the block that is open in y is complete. U_y: slots masked in y but not in y*. S_y: slots
-masked in y*. q: the student. The paper's tau is `threshold`.
+masked in y*, up to the end of the text's last block. q: the student. The paper's tau is `threshold`.
 
 What differs from the paper:
   - The threshold is 0.99, not 0.9, and if no slot is above it, the first masked slot is revealed, not the
@@ -23,7 +23,8 @@ What differs from the paper:
   - The row of a slot predicts the token after it, as in the autoregressive model that the weights come from
     (and in Dream, 2508.15487, not in LLaDA, 2502.09992). So the row before a block is fed with it once more.
   - L_distill and L_dlm train all blocks of an answer in one forward: see `two_copies`. Some masks of L_dlm
-    are in reading order: see `turns`. No LoRA: all weights learn. The shipped student has L_dlm at weight 1.
+    are in reading order: see `turns`. L_cons leaves out the blocks behind the text. No LoRA: all weights
+    learn. The shipped student has L_dlm at weight 1.
 """
 import time
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ def text_blocks(answer, eos_id, block_size):
 
 
 def student_rates(answer, eos_id, block_size, generator):
-    """For `two_copies`: mask rates (n, L), one a block, and the slots (n, L) to predict: blocks with text."""
+    """For `two_copies`: mask rates (n, L), one a block, and the slots (n, L) to predict: opened blocks."""
     n, length = answer.shape
     rate = mask_rates(n * length // block_size, generator, 1 / block_size).view(n, -1)
     counted = torch.arange(rate.shape[1]) < text_blocks(answer, eos_id, block_size)[:, None]

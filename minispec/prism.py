@@ -26,12 +26,13 @@ With M = 1 this is the EAGLE family: trained for one step like EAGLE and EAGLE-2
 like HASS (2408.15766) and EAGLE-3 (2503.01840). With `n_layer` 2 a step passes through a stack of two layers,
 the obvious way to grow, and reads both.
 
-Training unrolls these steps from every row of an answer at once (`unroll`), with the same `forward` as
+Training unrolls these steps from every row of a text at once (`unroll`), with the same `forward` as
 decoding.
 
 What differs from the papers and why: modules are plain Llama blocks with a norm before the attention and one
 at the end, so that the drafter's states have the scale of the target's final ones, and training needs no
 warm-up by regression. Each of the three states passes the target's last norm, which gives them one scale.
+The loss is the KL alone, on the target's own answers, over a draft vocabulary and five unrolled steps.
 Glossary, code <-> paper: module <-> processing module; `step_map` <-> f_map; `feature_layers` <-> MHI.
 """
 import math

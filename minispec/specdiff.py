@@ -36,9 +36,10 @@ the next token: the row of t_n reads the same as in an EAGLE head.
 What differs from the paper and why: the released drafter sees its prefix bidirectionally and encodes it again
 every round; ours is causal, so that a cache is exact and many windows of a text train in one forward. The
 released code trains the paper's loss, which fits point-mass acceptance, and decodes with multi-round
-rejection; here each rule has its loss (`streak`, `streak-rs`), with q at temperature 1. The drafter starts as
-the first layers of the target, whose embedding and head it uses, or as a trained EAGLE head (`from_prism`),
-and not from a diffusion model of its own. A single chain ends where it gets improbable.
+rejection; here either has its loss (`streak`, `streak-rs`), with q at temperature 1. The defaults `kl` and
+`coupled`, the target's states and the draft vocabulary are not the paper's. The drafter starts as the first
+layers of the target, whose embedding and head it uses, or as a trained EAGLE head (`from_prism`), and not
+from a diffusion model of its own. A single chain ends where it gets improbable.
 
 Glossary: window <-> draft block; gamma <-> window length; chains <-> K drafts; `selection` <->
 self-selection; J <-> E[streak]. Shapes: B texts, S tokens, W windows per text, r rows of a window, V tokens
@@ -131,7 +132,7 @@ def for_target(target, n_layer=None, gamma=8, reads=False, feature_layers=(), ra
     shape = {**asdict(target.config), "n_layer": n_layer or target.config.n_layer}
     config = SpecDiffConfig(**shape, gamma=gamma, reads=reads, feature_layers=feature_layers, rank=rank)
     drafter = config.make(target).to(target.device)
-    # Nothing starts at random: the target's own layers guess the first slot well from the beginning.
+    # Only the Markov head starts at random. A blind drafter with all layers guesses slot 1 like the target.
     with torch.no_grad():
         drafter.load_state_dict(target.state_dict(), strict=False)       # its first layers, and its last norm
         drafter.mask.copy_(target.embed.weight.mean(0))
@@ -296,7 +297,7 @@ def training_loss(drafter, name, batch, n_windows, generator):
     shown, weight = None, 1
     if name == "mdlm":
         shown, weight = _mask_at_random(tokens, generator)
-        shown = shown.masked_fill(~valid, MASK)          # nothing after the answer's end
+        shown = shown.masked_fill(~valid, MASK)          # only what may be drafted, up to the end
     # 3. The guesses, and their loss.
     windows, text = window_states(drafter, batch.ids, starts, batch.features(drafter.config), shown)
     windows = windows + markov_terms(drafter, tokens)
@@ -343,8 +344,8 @@ def estimate(drafter, batch, n_windows):
 # -- drafting: K chains from one forward -----------------------------------------------------------
 
 def best_path(draft, parents, p):
-    """SpecDiff-2's self-selection (section 4, Eq. 7): the rows of the path with the largest sum, over its
-    rows, of the probability that the target would accept that far. p (n + 1, V)."""
+    """SpecDiff-2's self-selection (Eq. 7): the rows of the path with the largest sum, over its rows, of the
+    probability that the target would accept that far. p (n + 1, V)."""
     # reach: the probability to be accepted up to a row; score: its sum along the path.
     given = p[list(parents), draft].tolist()
     reach, score = [1.0], [0.0]
@@ -364,9 +365,9 @@ class SpecDiffDrafter(ChainDrafter):
     """Drafts for the engine's SyncScheduler: SyncScheduler(engine, SpecDiffDrafter(..), gamma * k_drafts).
 
     gamma drafts per chain, k_drafts chains per round. Under the rule `coupled` chain i begins with the i-th
-    best token of the first slot, and all go on with the best. Under the others chains are drawn independently
-    at temperature `temperature` (default: the request's own for one chain, 1 for several); at 0 they are the
-    argmax. A single chain is cut where it gets improbable, as `ChainDrafter` says."""
+    best token of the first slot, and all go on with the best. Under the others chains are independent.
+    temperature: of q, under any rule (default: the request's own; under `point-mass` 0; of several chains
+    that are not coupled 1); at 0 drafts are the argmax. A single chain is cut where it gets improbable."""
     name = "specdiff"
     segments = 2            # of a request in a round: its new tokens, and its window
     select = staticmethod(best_path)

@@ -32,7 +32,7 @@ Differences from the paper, and why:
     (kernels/graphs.py).
     All k + 1 rows count in the scores; the released kernel drops rows beyond its first tile.
     By default scores are passed on to the following positions and remembered (`look_ahead`); select="pillar"
-    is the paper's rule.
+    is the paper's rule. The default acceptance rule is `coupled`; the paper's is `rejection`.
     Selections are positions, not slots, so a request may be offloaded and restored to other slots.
 """
 import math
@@ -103,7 +103,8 @@ class SpecGen(Scheduler):
         self.pool = None
 
     def budget(self, length):
-        """The number of positions that a draft row reads of `length` cached ones. (The least is ours.)"""
+        """The number of positions that a draft row reads of `length` cached ones. (The authors' least is 128
+        or 192.)"""
         return min(length, max(self.min_budget, math.ceil(self.sparsity * length)))
 
     def extra_slots(self, r):

@@ -83,11 +83,12 @@ def test_padding_is_unseen_and_no_softmax_is_empty():  # 1, 6
     width = 13
     length = 20
     positions, blocks = cdlm.layout(train_cdlm.padded([[3] * n for n in (1, 5, width)]), length, B)
+    masks = [cdlm.block_causal(blocks), cdlm.bidirectional(blocks), cdlm.two_copies(blocks, length)]
     for row, p in enumerate((1, 5, width)):
         first = width - p
         assert positions[row, first:].tolist() == list(range(p + length))
-        for mask in (cdlm.block_causal, cdlm.bidirectional):
-            seen = mask(blocks)[row, 0]
+        for mask in masks:
+            seen = mask[row, 0]
             assert not seen[first:, :first].any()
             assert seen.any(-1).all()
 

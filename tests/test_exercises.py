@@ -15,7 +15,8 @@ from exercises import __main__ as exercises
 # A function, a part of it, what a student may write there, and so: takes the most probable last draft; takes
 # the longest path; takes p, not the residual; forgets that a chain may have no q; leaves no room for the
 # bonus; selects without the corrected token; forgets the scores; reads only the first positions of a window;
-# sees the answer it is to predict; reads the newest own key; lets no gradient through.
+# sees the answer it is to predict; reads the newest own key; lets no gradient through; draws a tensor; has no
+# state where all is read; leaves padding without a key; reads the first text alone.
 MISTAKES = table("""
     best_path | score[parent] + reach[-1] | reach[-1]
     best_path | score[parent] + reach[-1] | score[parent] + 1
@@ -28,6 +29,10 @@ MISTAKES = table("""
     two_copies | key < row | key <= row
     unrolled_attend | *own = steps[layer] | *own = steps[layer][:1] + steps[layer][1:][-1:]
     unrolled_attend | append((k.transpose | append((k.detach().transpose
+    rejection | draw(left, coins[-1]).item() | draw(left, coins[-1])
+    selection | return SpecGenState() | return None
+    two_copies | bidirectional(blocks) & | (blocks >= 0)[:, None, None, :] &
+    unrolled_attend | q = q.transpose(1, 2) | q = q[:1].transpose(1, 2)
 """)
 
 

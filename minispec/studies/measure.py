@@ -5,8 +5,8 @@ Both use the decoding loop itself. Costs come from the engine's clock (`Engine.i
 chosen shape. Accept lengths come from drafters that the engine calls at every position of a known output:
 
     cost_table     {rows x drafts x context} -> seconds of draft, verify and the rest, for costs.CostTable
-    traces_of      {id: (prompt, output)} -> accept[i], offered[i], censored[i] of every drafter (the paper's
-                   section 3.2: advance by one token, however many drafts were accepted)
+    traces_of      {id: (prompt, output)} -> accept[i], offered[i], censored[i] of every drafter (as in
+                   the paper: advance by one token, however many drafts were accepted)
     acceptance     from traces: the probability that a draft is accepted, over all positions
 
 Differences from the paper, and why: The paper's traces are two runs whose outputs diverge; here all drafters

@@ -53,7 +53,7 @@ SMALL = Size(160, 16, {1: 4, 4: 8, 16: 16}, {1: 12, 4: 12, 16: 24}, {1: 12}, 16,
 # than 32 drafts, so no round that can be decoded is censored.
 REAL = Size(64, 2, {1: 2}, {1: 9, 4: 9, 16: 18}, {}, 32,
             {"contexts": ladder_of.CONTEXTS, "prompts": (32, 256)})
-ANSWERS = Size(256, 5, {1: 5}, {2: 9, 4: 9, 8: 18, 16: 18}, {1: 9}, 32, {})
+ANSWERS = Size(256, 10, {1: 10}, {2: 9, 4: 9, 8: 18, 16: 18}, {1: 9}, 32, {})
 MEAN, DECODING = "mean (95 %)", "mean, decoding"
 PRICED = 16                      # number of the problem, of each workload, that `profile` alone uses
 WHOLE = "mixed, whole answers"   # a workload: greedy answers are not cut where they repeat themselves
