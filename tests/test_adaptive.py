@@ -12,7 +12,7 @@ from test_engine import REJECTION, SCHEDULERS, prompts, sampled
 
 from minispec import bounds
 from minispec.adaptive import Adaptive, rate
-from minispec.core.drafters import ChainDrafter, NGram, SmallLM
+from minispec.core.drafters import ChainDrafter, Drafter, NGram, SmallLM
 from minispec.core.engine import Engine
 from minispec.core.noise import noise
 from minispec.core.requests import Request
@@ -67,6 +67,20 @@ SCHEDULERS["adaptive"] = lambda e, model, other: adaptive(
 
 
 # -- lossless --------------------------------------------------------------------------------------
+
+def test_a_drafter_need_be_no_chain_drafter():
+    prompt = prompts(n=1)[0]
+    plain = ids_of(answer(SyncScheduler, [prompt]))
+    text = prompt + plain[0]
+
+    class Known(Drafter):
+        name = "far"
+
+        def propose(self, requests, limits):
+            return [(text[len(r.tokens):][:limit], None) for r, limit in zip(requests, limits)]
+
+    got = answer(adaptive(prices(token=0.0), NGram(3, 1), Known()), [prompt])
+    assert ids_of(got) == plain and share(got, "far") > 0.5
 
 
 def test_greedy_is_identical_and_all_of_them_draft(monkeypatch):

@@ -483,6 +483,8 @@ def test_answers_by_hand():
             for k, a in ((4, 3.3), (8, 5.4), (16, 9.1))
         ]
         assert f"{r} {two(speeds, ' ')}" in page
+        if r == 0.8:
+            assert "at 0.8 ({:.3f} and {:.3f})".format(*speeds) in page
 
     # PRISM 1: the best depth at 0.8 a step.
     depth = torch.arange(1, 33)

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -14,8 +15,10 @@ from unittest import mock
 import pytest
 import torch
 from conftest import ROOT, python, refusal, refused, run_script, toy_model, words
+from tqdm import tqdm
 
 import decode
+import fuzz
 import train_gpt
 from minispec import prism
 from minispec.core.engine import Engine
@@ -249,6 +252,17 @@ def test_a_pool_too_small_for_one_request():
 
 
 # -- thousands, a few of them ----------------------------------------------------------------------------
+
+def test_a_killed_fork_keeps_no_lock_of_the_progress_bars(tmp_path):
+    def main():
+        tqdm.get_lock().acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    bars, _ = tqdm.get_lock().locks                      # of all processes, and of threads
+    os.waitpid(fuzz.forked(tmp_path, "x", [], main, tmp_path / "said"), 0)
+    assert bars.acquire(timeout=5)
+    bars.release()
+
 
 def test_some_fuzzing():
     r = python(*words("tests/fuzz.py --lines 2 --files 2 --seed 5"))
