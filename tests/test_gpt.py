@@ -76,7 +76,9 @@ def test_packed_products_are_products_and_follow_the_weights(dtype, tolerance):
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
 @pytest.mark.parametrize("n_out", [80, 12, 7])
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_single_row_of_any_shape_is_multiplied(n_out, bias, dtype, tolerance):
+@pytest.mark.parametrize("intel", [True, False])
+def test_a_single_row_of_any_shape_is_multiplied(n_out, bias, dtype, tolerance, intel, monkeypatch):
+    monkeypatch.setattr(cpu, "INTEL", intel)
     linear = cpu.Linear(48, n_out, bias=bias).to(dtype)
     x = torch.randn(1, 48).to(dtype)
     want = F.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)
@@ -91,6 +93,7 @@ def test_a_single_row_of_any_shape_is_multiplied(n_out, bias, dtype, tolerance):
 @torch.no_grad()
 def test_a_single_row_leaves_onednn_off_where_the_user_switched_it_off(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    monkeypatch.setattr(cpu, "INTEL", False)
     cpu.row_product(torch.randn(1, 48).bfloat16(), torch.randn(80, 48).bfloat16(), None)
     assert not torch.backends.mkldnn.enabled
 

@@ -3,6 +3,7 @@ of the other files may take `Linear` for nn.Linear and `rms_norm` for F.rms_norm
 """
 import math
 from functools import cache
+from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -11,6 +12,10 @@ import torch.nn.functional as F
 CONVERT_ROWS = 12           # from which it pays to convert bf16 weights, if a processor has no bf16 products
 MANY_KEYS = 1024            # above which few rows attend by plain products
 
+# Linux describes the processor in a file; other systems have no such file.
+INFO = Path("/proc/cpuinfo")
+DESCRIPTION = INFO.read_text() if INFO.exists() else ""
+INTEL = "GenuineIntel" in DESCRIPTION
 
 # The dtypes that oneDNN multiplies here with weights in its own layout.
 PACKED_TYPES = set()
@@ -59,8 +64,9 @@ class Linear(nn.Linear):
 
 def row_product(x, w, bias):
     """F.linear of a single row x (.., C), by operators that read a matrix on all cores."""
-    if w.dtype == torch.float32:
-        # A matrix times a vector runs on one core; a batch of up to 16 parts of the matrix runs on all.
+    if (w.dtype == torch.float32) != INTEL:
+        # A batch of up to 16 parts of the matrix runs on all cores. On an AMD EPYC torch multiplies an fp32
+        # matrix and a vector on one core; on an Intel Xeon a batch is faster in bf16, but slower in fp32.
         parts = math.gcd(len(w), 16)
         rows = x.reshape(1, -1).t().expand(parts, -1, 1)
         out = torch.bmm(w.unflatten(0, (parts, -1)), rows).view(*x.shape[:-1], -1)

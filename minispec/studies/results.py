@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from minispec import ROOT
-from minispec.core.cpu import PACKED_TYPES
+from minispec.core import cpu
 from minispec.data import loops, mixture, prompts, tasks
 from minispec.tools import checkpoints, methods
 from minispec.tools.files import naming, read_json, write_json
@@ -216,12 +216,10 @@ def device_name(device="cpu"):
     if device != "cpu":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
-    # Linux has the name of the processor in a file, other systems have no such file.
-    info = Path("/proc/cpuinfo")
-    if info.exists() and (model := re.search(r"model name\s*: (.*)", info.read_text())):
+    if model := re.search(r"model name\s*: (.*)", cpu.DESCRIPTION):
         name = model[1]
     # The price of bf16 depends on this, and the processor's name does not always show it.
-    products = " with bf16 products" if torch.bfloat16 in PACKED_TYPES else ""
+    products = " with bf16 products" if torch.bfloat16 in cpu.PACKED_TYPES else ""
     return f"{name}{products}, {torch.get_num_threads()} threads"
 
 
