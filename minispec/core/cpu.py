@@ -23,14 +23,17 @@ if torch.backends.mkldnn.is_available():
     PACKED_TYPES.add(torch.float32)
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
         PACKED_TYPES.add(torch.bfloat16)
+# Those in which a single row is faster with the matrix as it is.
+ROW_TYPES = PACKED_TYPES - {torch.bfloat16} if INTEL else PACKED_TYPES
 
 
 class Linear(nn.Linear):
     """nn.Linear that decodes faster on a CPU.
 
-    A single row is multiplied by `row_product`. Several rows are multiplied with a copy of the matrix in
-    oneDNN's layout, as torch.compile does, because torch's product is slow for few rows. On a processor
-    without bf16 products, many bf16 rows are multiplied in fp32. Training uses F.linear.
+    A single row is multiplied by `row_product`. Several rows (and single bf16 rows on Intel) are multiplied
+    with a copy of the matrix in oneDNN's layout, as torch.compile does, because torch's product is slow for
+    few rows. On a processor without bf16 products, many bf16 rows are multiplied in fp32. Training uses
+    F.linear.
     """
     _packed = None, None        # version and address of the weights, and their copy
     pack_up_to = 1 << 25        # elements: a copy of every matrix is too much for a model of billions
@@ -40,7 +43,7 @@ class Linear(nn.Linear):
         if w.is_cuda or w.is_inference() or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return F.linear(x, w, bias)
         multiplied = w.dtype in PACKED_TYPES
-        if multiplied and x.numel() == w.shape[1]:
+        if w.dtype in ROW_TYPES and x.numel() == w.shape[1]:
             return row_product(x, w, bias)
         if multiplied and w.numel() <= self.pack_up_to:
             # Pack again if an optimiser or a loader has changed the weights in place.
@@ -64,9 +67,8 @@ class Linear(nn.Linear):
 
 def row_product(x, w, bias):
     """F.linear of a single row x (.., C), by operators that read a matrix on all cores."""
-    if (w.dtype == torch.float32) != INTEL:
-        # A batch of up to 16 parts of the matrix runs on all cores. On an AMD EPYC torch multiplies an fp32
-        # matrix and a vector on one core; on an Intel Xeon a batch is faster in bf16, but slower in fp32.
+    if w.dtype == torch.float32 and not INTEL:
+        # A matrix times a vector runs on one core; a batch of up to 16 parts of the matrix runs on all.
         parts = math.gcd(len(w), 16)
         rows = x.reshape(1, -1).t().expand(parts, -1, 1)
         out = torch.bmm(w.unflatten(0, (parts, -1)), rows).view(*x.shape[:-1], -1)
