@@ -118,7 +118,7 @@ class Admission:
             if not other.is_prefilled and len(beginning) >= wanted:
                 if other.tokens[:wanted] == beginning[:wanted]:
                     return False
-        r.blocks = Allocation()
+        r.blocks = Allocation(most=cache.blocks_for(r.longest))
         r.state = None
         if scheduler.shares and not r.n_cached:          # measurements begin with a cache that counts as read
             r.n_cached = cache.share(r.blocks, beginning)

@@ -32,9 +32,11 @@ def beside(stream):
 @dataclass(eq=False)
 class Allocation:
     """The blocks of a request. table: their numbers in the pool, in order of position. host: chunks (2, L, G,
-    n, D) of its last tokens that are in host memory; the one that left last is the last."""
+    n, D) of its last tokens that are in host memory; the one that left last is the last. most: blocks of its
+    longest text."""
     table: list = field(default_factory=list)
     host: list = field(default_factory=list)
+    most: int = 0
 
 
 class KVCache:
@@ -96,12 +98,12 @@ class KVCache:
         if more > 0 and more * self.block > self.free:
             return False
         if more > 0:
-            blocks.table += self._take(more)
+            blocks.table += self._take(more, blocks)
         for _ in range(-more):
             self._give_back(blocks.table.pop())
         return True
 
-    def _take(self, n):
+    def _take(self, n, blocks):
         """n blocks in order, the lowest free ones, because neighbours are read at once."""
         self.free_blocks.sort()
         taken = self.free_blocks[:n]

@@ -27,17 +27,37 @@ class PrefixCache(KVCache):
     def used(self):
         return super().used - len(self.idle) * self.block
 
-    def _take(self, n):
+    def _take(self, n, blocks):
         """First free blocks, then those that were left without users first."""
-        taken = super()._take(n)
-        while len(taken) < n:
-            block, _ = self.idle.popitem(last=False)
-            del self.names[self.named.pop(block)]
-            taken.append(block)
+        taken = self._neighbours(n, blocks) or sorted([*sorted(self.free_blocks), *self.idle][:n])
         for block in taken:
+            if block in self.idle:
+                del self.idle[block], self.names[self.named.pop(block)]
+            else:
+                self.free_blocks.remove(block)
             self.users[block] = 1
             self.begun.pop(block, None)
-        return sorted(taken)
+        return taken
+
+    def _neighbours(self, n, blocks):
+        """n blocks for a text that is alone: behind its last one, or the first of a run that has room for all of
+        it, because attention reads a run as one matrix. None if others have blocks, or if there is room
+        without taking blocks from texts that have left."""
+        left = {block: i for i, block in enumerate(self.idle, 1)}             # the oldest first
+        unused = dict.fromkeys(self.free_blocks, 0) | left
+        if len(unused) + len(blocks.table) < self.n_blocks:
+            return None
+        room = max(n, blocks.most - len(blocks.table))
+        if blocks.table:
+            runs = [range(blocks.table[-1] + 1, blocks.table[-1] + 1 + n)]
+        else:
+            runs = [range(first, first + room) for first in sorted(unused)]
+        runs = [run for run in runs if unused.keys() >= set(run)]
+        newest = lambda run: max(map(unused.get, run))
+        run = min(runs, key=newest, default=None)
+        if run is None or newest(run) and room <= len(self.free_blocks):
+            return None
+        return [*run[:n]]
 
     def _give_back(self, block):
         self.users[block] -= 1
@@ -69,7 +89,7 @@ class PrefixCache(KVCache):
                              for block, (before, part) in (self.begun | self.named).items()
                              if before == name), default=(0, None))
         if known:
-            blocks.table += self._take(1)                # it may be the source
+            blocks.table += self._take(1, blocks)        # it may be the source
             new, old = (block * self.block for block in (blocks.table[-1], source))
             self.kv[:, :, :, new:new + known] = self.kv[:, :, :, old:old + known]
         return size + known
