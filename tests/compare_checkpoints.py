@@ -174,7 +174,7 @@ def compare_greedy(folder, draft_folder, new_tokens=200, n=1):
     # The tokens that the tokenizer has; transformers would draw the padding too, and skips id 0.
     known = ours.config.vocab_size
     prompts = torch.randint(1, known, (n, 20), generator=torch.Generator().manual_seed(2)).tolist()
-    settings = methods.settings(model=str(folder), drafter=str(draft_folder), min_budget=16)
+    settings = methods.settings(model=folder, drafter=draft_folder, min_budget=16)
     got = {}
     for method in ("ar", *LOSSLESS):
         engine = methods.make_engine(method, ours, settings, n)
@@ -222,7 +222,7 @@ def write_large(folder):
         for name, shape in some.items():
             n = torch.Size(shape).numel()
             weights[name] = noise.repeat(-(-n // len(noise)))[:n].view(shape).clone()
-        save_file(weights, os.path.join(folder, f"model-{shard}.safetensors"))
+        save_file(weights, f"{folder}/model-{shard}.safetensors")
     return model.n_params()
 
 
@@ -249,7 +249,7 @@ def main():
     result = {"families": {}, "memory": {}}
     with tempfile.TemporaryDirectory() as folder:
         for family in FAMILIES:
-            result["families"][family] = compare_family(family, os.path.join(folder, family), 10_000)
+            result["families"][family] = compare_family(family, f"{folder}/{family}", 10_000)
             print(family, result["families"][family], flush=True)
     with tempfile.TemporaryDirectory() as folder:
         parameters = write_large(folder)

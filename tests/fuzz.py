@@ -40,11 +40,9 @@ import train_cdlm
 import train_gpt
 import train_prism
 import train_specdiff
-from minispec import prism, specdiff
-from minispec.tools import checkpoints, drafter_files
-from minispec import bounds, traces
+from minispec import bounds, prism, specdiff, traces
 from minispec.studies import results
-from minispec.tools import files, script
+from minispec.tools import checkpoints, drafter_files, files, script
 
 MODULES = (decode, bench, train_gpt, train_prism, train_specdiff, train_cdlm, bounds)
 SCRIPTS = {module.__name__.split(".")[-1]: module for module in MODULES}
@@ -115,12 +113,12 @@ def template(folder, runs=True):
     """A folder in which every script works, in a few seconds: toys in place of checkpoints/, and files of
     every kind that scripts read. runs: also trainings that can be resumed."""
     def path(name):
-        return os.path.join(folder, name)
+        return f"{folder}/{name}"
 
     copied = [*(f"{name}.py" for name in SCRIPTS if name != "bounds"), "minispec", "kernels", "docs",
               "README.md", "results"]
     for name in copied:
-        source = os.path.join(ROOT, name)
+        source = f"{ROOT}/{name}"
         (shutil.copytree if os.path.isdir(source) else shutil.copy)(source, path(name))
     # A part of the results: `bounds` would take a quarter of a minute with all of them.
     whole = files.read_json(path("results/run.json"))
@@ -201,7 +199,7 @@ def run(folder, name, argv):
             resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (n, n))
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         file = os.path.relpath(SCRIPTS[name].__file__, ROOT)
-        runpy.run_path(os.path.join(folder, file), run_name="__main__")
+        runpy.run_path(f"{folder}/{file}", run_name="__main__")
 
     output = f"{folder}/.output"
     pid = forked(folder, name, argv, main, output)
@@ -383,7 +381,7 @@ def damaged_file(rng, folder):
     some = [f for f in FILES if os.path.exists(f"{folder}/runs") or not f[1].startswith("runs")]
     _, file, name, line = rng.choices(some, [int(f[0]) for f in some])[0]
     chosen = name, line.split(), file
-    path = os.path.join(folder, file)
+    path = f"{folder}/{file}"
     with open(path, "rb") as f:
         data = f.read()
     kind = rng.random()
@@ -448,8 +446,8 @@ def main():
     args = p.parse_args()
     out = {}
     with scratch() as top:
-        source = os.path.join(top, "template")
-        os.makedirs(os.path.join(source, "checkpoints"))
+        source = f"{top}/template"
+        os.makedirs(f"{source}/checkpoints")
         template(source, runs=args.files > 100 or bool(args.only))
         known = options()
         if args.only:

@@ -92,14 +92,13 @@ def inputs(s, requests, group, device, dtype):
     """(q, k, v, slots, selected, plan): random numbers, slots in random order, selections in order of
     position."""
     batch = len(requests)
-    rows = sum(r[0] for r in requests)
-    longest = max(r[1] for r in requests)
-    most = max(r[2] for r in requests)
-    q = torch.randn(rows, s.groups * group, s.head_dim, device=device).to(dtype)
+    rows, lengths, counts, _ = zip(*requests)
+    longest = max(lengths)
+    q = torch.randn(sum(rows), s.groups * group, s.head_dim, device=device).to(dtype)
     k, v = torch.randn(2, s.groups, batch * longest, s.head_dim, device=device).to(dtype)
     slots = torch.randperm(batch * longest, device=device).view(batch, longest).int()
     tail = min((r[3] for r in requests if r[2]), default=0)
-    chosen = torch.rand(batch, s.groups, tail, device=device).topk(most).indices
+    chosen = torch.rand(batch, s.groups, tail, device=device).topk(max(counts)).indices
     selected = chosen.sort().values.int()
     return q, k, v, slots, selected, packed.make_plan(requests, group).to(device)
 
@@ -217,8 +216,7 @@ def serving(args, tokenizer, s, model, context, batch):
     enter at once, each with a copy of the keys of its text: requests that read their prompts one after the
     other would never decode together."""
     texts, kept = texts_read(model, tokenizer, args.data, context)
-    names = results.suitable(args, model, FORMS)
-    names = [name for name in names if name.startswith("specgen")]
+    names = [name for name in results.suitable(args, model, FORMS) if name.startswith("specgen")]
 
     def requests():
         return [Request(texts[i % len(texts)], s.new_tokens, Sampling(specgen.TEMPERATURE, seed=i))
@@ -326,7 +324,7 @@ def main():
     p.set_defaults(device="cuda")
     args = p.parse_args()
     check_device(args.device)
-    results.FOLDER = os.path.join(results.FOLDER, "gpu")
+    results.FOLDER += "/gpu"
     os.makedirs(results.FOLDER, exist_ok=True)
     started = time.perf_counter()
     model = checkpoints.load(args.model, args.device, torch.bfloat16)

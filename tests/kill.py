@@ -65,7 +65,7 @@ def finished(folder, name, pid):
 def written(folder, name):
     """The files of the script, without temporary ones, which nobody reads."""
     under = os.path.join(folder, "results" if name == "bench" else "out")
-    paths = [os.path.join(at, file) for at, _, some in os.walk(under) for file in some]
+    paths = [f"{at}/{file}" for at, _, some in os.walk(under) for file in some]
     return sorted(path for path in paths if not path.endswith(".tmp"))
 
 
@@ -83,7 +83,7 @@ def essence(folder, name):
         elif path.endswith((".json", ".part")):
             data = files.read_json(path)
             if key == "results/run.json":
-                kept = ("workload", "batch", "ids", "method", "tokens", "identical", "prompts")
+                kept = "workload batch ids method tokens identical prompts".split()
                 out[key] = [[row[k] for k in kept] for row in data["result"]["rows"]]
             elif os.path.basename(path).startswith("settings"):
                 out[key] = data
@@ -108,7 +108,7 @@ def same(a, b):
 def clean(folder, name):
     shutil.rmtree(f"{folder}/out", ignore_errors=True)
     for study in CASES["bench"]:
-        for f in glob.glob(os.path.join(folder, "results", study + ".*")):
+        for f in glob.glob(f"{folder}/results/{study}.*"):
             os.remove(f)
 
 

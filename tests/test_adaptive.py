@@ -6,7 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from conftest import ids_of, near_toy, refused, steps_of, toy_model
-from test_bounds import Round, grid, linear, time_of
+from test_bounds import grid, linear, time_of
 import test_engine
 from test_engine import REJECTION, SCHEDULERS, prompts, sampled
 
@@ -57,8 +57,7 @@ def answer(scheduler, some, batch=1, new=60):
 
 
 def share(generations, who):
-    steps = steps_of(generations)
-    return sum(s.proposer == who for s in steps) / len(steps)
+    return np.mean([s.proposer == who for s in steps_of(generations)])
 
 
 SCHEDULERS["adaptive"] = lambda e, model, other: adaptive(
@@ -69,7 +68,7 @@ SCHEDULERS["adaptive"] = lambda e, model, other: adaptive(
 # -- lossless --------------------------------------------------------------------------------------
 
 def test_a_drafter_need_be_no_chain_drafter():
-    prompt = prompts(n=1)[0]
+    [prompt] = prompts(1)
     plain = ids_of(answer(SyncScheduler, [prompt]))
     text = prompt + plain[0]
 
@@ -216,14 +215,8 @@ def test_about_as_fast_as_the_best_single_drafter_and_within_the_bound():
         cell = bounds.ladder(traced, cost, 1, 6)
         taken = 0
         for g, t in zip(answer(adaptive(cost, NGram(3, 1), small(CLOSE)), some, 1, 100), traced):
-            taken += time_of(
-                [
-                    Round(s.position, s.proposer if s.proposed else None, s.proposed, s.committed)
-                    for s in g.rounds
-                ],
-                t,
-                cost,
-            )
+            rounds = [(s.position, s.proposer if s.proposed else None, s.proposed) for s in g.rounds]
+            taken += time_of(rounds, t, cost)
         best = max(x["speedup"] for x in cell["total time"]["best fixed k"].values())
         assert 0.95 * best < cell["seconds"] / taken <= cell["total time"]["optimum of all"] + 1e-9
 

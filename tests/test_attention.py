@@ -113,9 +113,9 @@ def test_requests_with_other_numbers_of_rows_are_padded_until_that_costs_more_th
     monkeypatch.setattr(attention, "MOST_PADDING", 100)
     cache = KVCache(toy_model().config, 200)
     counts, lengths = (1, 3, 3, 2, 1), (20, 30, 40, 50, 30)
-    ends = [*accumulate(counts)]
     spans = [
-        (end - n, end, FullKeys(cache, cache.open(t), t - n, n)) for n, t, end in zip(counts, lengths, ends)
+        (end - n, end, FullKeys(cache, cache.open(t), t - n, n))
+        for n, t, end in zip(counts, lengths, accumulate(counts))
     ]
     # The request with two rows has 50 padded products, the two with one row 2 * (20 + 30).
     groups = attention.computed_together(spans)

@@ -8,18 +8,18 @@ import shutil
 import pytest
 import torch
 from conftest import (TARGET, decoded, dense_logits, refusal, refused, same, save_toy_target, table,
-                      toy_model, values)
-from safetensors.torch import load_file, save_file
+                      toy_model, values, weights)
+from safetensors.torch import save_file
 
 import compare_checkpoints as compare
 import decode
 from minispec import prism, specdiff
 from minispec.core import gpt
 from minispec.data import tasks
-from minispec.tools import answers, checkpoints, drafter_files, methods
+from minispec.tools import answers, checkpoints, drafter_files, files, methods
 from minispec.data.tokenizer import TEXT_ALONE, Tokenizer
 
-FAMILIES = list(compare.FAMILIES)
+every_family = pytest.mark.parametrize("family", compare.FAMILIES)
 SCALES = '"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32'
 SCALING = json.loads('{"factor": 8.0, %s}' % SCALES)
 
@@ -29,15 +29,15 @@ def made(tmp_path_factory):
     """family -> a random folder of it, as transformers and tokenizers write it."""
     pytest.importorskip("transformers")
     out = {}
-    for family in FAMILIES:
-        out[family] = compare.write_model(str(tmp_path_factory.mktemp(family)), family)
+    for family in compare.FAMILIES:
+        out[family] = compare.write_model(tmp_path_factory.mktemp(family), family)
         compare.write_tokenizer(out[family], family)
     return out
 
 
 # -- weights ---------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 @pytest.mark.parametrize("how", values("""
     "bfloat16" | true  | "20KB"
     "float16"  | false | "1GB"
@@ -48,7 +48,7 @@ def test_logits_are_those_of_transformers(family, how, tmp_path):
     assert compare.compare_logits(compare.write_model(tmp_path, family, *how)) < 1e-4
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_200_greedy_tokens_are_those_of_transformers_and_of_every_method(family, made, tmp_path):
     draft = compare.write_model(tmp_path, family, "bfloat16")
     compare.write_tokenizer(draft, family)
@@ -73,7 +73,7 @@ def test_transformers_computes_the_same_logits_for_every_shape_we_write(tmp_path
         with torch.inference_mode():
             difference = theirs(torch.tensor([ids])).logits[0] - dense_logits(model, ids)
         assert difference.abs().max() < 1e-4, shape
-        assert checkpoints.load(str(folder)).config == model.config
+        assert checkpoints.load(folder).config == model.config
 
 
 def test_positions_are_stretched_at_low_frequencies():
@@ -87,16 +87,16 @@ def test_positions_are_stretched_at_low_frequencies():
 
 def shards(folder):
     """Cut model.safetensors into two shards."""
-    tensors = load_file(folder / "model.safetensors")
+    tensors = weights(folder)
     os.remove(folder / "model.safetensors")
     where = {name: f"model-{'mlp' in name:d}.safetensors" for name in tensors}
     for file in set(where.values()):
         save_file({name: x for name, x in tensors.items() if where[name] == file}, folder / file)
-    (folder / INDEX).write_text(json.dumps({"weight_map": where}))
+    files.write_json(folder / INDEX, {"weight_map": where})
 
 
 def change_weight(folder, change, name):
-    tensors = load_file(folder / "model.safetensors")
+    tensors = weights(folder)
     changed = change(tensors.pop(name, None))
     tensors |= {} if changed is None else {name: changed.contiguous()}
     save_file(tensors, folder / "model.safetensors")
@@ -173,7 +173,7 @@ def test_damaged_folders_get_one_line(what, change, message, tmp_path):
     else:
         (tmp_path / what).write_text(change, "latin-1")
     with refused(message, tmp_path):
-        checkpoints.load(str(tmp_path))
+        checkpoints.load(tmp_path)
 
 
 def test_what_a_config_says_is_off_may_be_there(tmp_path):
@@ -185,7 +185,7 @@ def test_what_a_config_says_is_off_may_be_there(tmp_path):
 
 def holds(folder, model):
     """Whether a folder's weights are those of a model."""
-    return same(checkpoints.load(str(folder)).state_dict(), model.state_dict())
+    return same(checkpoints.load(folder).state_dict(), model.state_dict())
 
 
 def test_shards_are_read_and_files_beside_the_weights_are_not(tmp_path):
@@ -209,7 +209,7 @@ def test_a_copy_knows_all_ends_of_text(tmp_path):
     source = tmp_path / "source"
     shutil.copytree(TARGET, source)
     (source / "generation_config.json").write_text('{"eos_token_id": [0, 7]}')
-    checkpoints.save(checkpoints.load(str(source)), tmp_path / "copy", source)
+    checkpoints.save(checkpoints.load(source), tmp_path / "copy", source)
     assert 7 in Tokenizer.load(tmp_path / "copy").ends
 
 
@@ -218,7 +218,7 @@ def test_a_head_that_is_stored_is_the_head(tmp_path):
     model = toy_model(tied=True)
     checkpoints.save(model, tmp_path)
     change_weight(tmp_path, lambda _: 2 * model.embed.weight.data, "lm_head.weight")
-    got = dense_logits(checkpoints.load(str(tmp_path)), [1, 2, 3])
+    got = dense_logits(checkpoints.load(tmp_path), [1, 2, 3])
     assert torch.allclose(got, 2 * dense_logits(model, [1, 2, 3]), atol=1e-4)
 
 
@@ -228,22 +228,21 @@ def test_padding_of_the_vocabulary_is_cut_off(tmp_path):
     """2,048 of its tokens are in the shipped tokenizer. No method can draw the others."""
     model = toy_model(vocab=2176, tied=True, gain=1.0)
     checkpoints.save(model, tmp_path, TARGET)
-    loaded = checkpoints.load(str(tmp_path))
+    loaded = checkpoints.load(tmp_path)
     assert loaded.config.vocab_size == 2048
     assert torch.equal(dense_logits(loaded, [1, 2]), dense_logits(model, [1, 2])[:, :2048])
 
 
 def change_json(file, change):
     """Rewrite a JSON file with change(its value), which may be a new one."""
-    data = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    file.write_text(json.dumps(change(data)), encoding="utf-8")
+    files.write_json(file, change(files.read_json(file, {})))
 
 
 def test_a_drafter_of_another_vocabulary_is_refused(tmp_path, toy):
     """By the tokens that both tokenizers have. One may have more."""
     draft = save_toy_target(tmp_path)
-    model = checkpoints.load(str(toy))
-    settings = methods.settings(model=str(toy), drafter=draft)
+    model = checkpoints.load(toy)
+    settings = methods.settings(model=toy, drafter=draft)
     file = tmp_path / "target" / "tokenizer.json"
 
     def add(id, last=None):
@@ -277,7 +276,7 @@ def test_every_end_that_a_file_declares_ends_an_answer(file, said, ends, tmp_pat
 
 # -- text ------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_ids_are_those_of_tokenizers(family):
     pytest.importorskip("tokenizers")
     result = compare.compare_ids(family, 400)
@@ -291,7 +290,7 @@ CHATS = {"Qwen2.5": f"<|im_start|>system\n{SYSTEM}<|im_end|>\n{CHATML}", "Qwen3"
                     "<|start_header_id|>assistant<|end_header_id|>\n\n"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_chats_are_asked_in_the_format_of_the_family(family, tmp_path):
     pytest.importorskip("tokenizers")
     theirs = compare.write_tokenizer(tmp_path, family)
@@ -338,7 +337,7 @@ def test_tokenizers_that_tiktoken_cannot_be_are_refused(path, value, message, tm
 
 # -- decode.py -------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_other_models_are_decoded(family, made, tmp_path):
     model = f"--model {made[family]}"
     prompt = "🙂 <|im_end|>"
@@ -349,14 +348,15 @@ def test_other_models_are_decoded(family, made, tmp_path):
     assert got["correct"] is None and len(got["requests"]) == 2
 
 
-LONG = ("a" * 100_000, "word " * 20_000, " " * 100_000, "🙂" * 100_000)
-UNANSWERED = [*((text, "exceed the context of 512") for text in LONG),
-              (" \n" * 100_000, "more than 100,000 spaces or line ends in a row")]
-
-
-@pytest.mark.parametrize("prompt, message", UNANSWERED, ids=range(len(UNANSWERED)))
-def test_prompts_that_cannot_be_answered_get_one_line(prompt, message, toy):
-    assert message in refusal(decode, f"--model {toy} --prompt", prompt)
+@pytest.mark.parametrize("part, times, message", values(r"""
+    "a" | 100000 | "exceed the context of 512"
+    "word " | 20000 | "exceed the context of 512"
+    " " | 100000 | "exceed the context of 512"
+    "🙂" | 100000 | "exceed the context of 512"
+    " \n" | 100000 | "more than 100,000 spaces or line ends in a row"
+"""))
+def test_prompts_that_cannot_be_answered_get_one_line(part, times, message, toy):
+    assert message in refusal(decode, f"--model {toy} --prompt", part * times)
 
 
 def test_an_empty_prompt_without_a_template_is_refused():
@@ -374,7 +374,7 @@ def test_an_empty_prompt_without_a_template_is_refused():
 def test_a_drafter_of_another_target_is_refused_by_name(method, paper, tmp_path):
     target, other = toy_model(seed=1), toy_model(seed=2)
     drafter_files.save_drafter(paper.for_target(target), tmp_path, target)
-    settings = methods.settings(drafter=str(tmp_path))
+    settings = methods.settings(drafter=tmp_path)
     methods.make_engine(method, target, settings, 1)
     needed, got = map(checkpoints.fingerprint, (target, other))
     with refused(f"must be {needed}, got {got}"):
@@ -387,7 +387,6 @@ def test_fingerprints_tell_weights_apart_and_not_dtypes(tmp_path):
     name = checkpoints.fingerprint(model)
     assert name.startswith("2x32-")
     for dtype in (torch.float32, torch.bfloat16):
-        assert checkpoints.fingerprint(checkpoints.load(str(tmp_path), dtype=dtype)) == name
-    with torch.no_grad():
-        model.blocks[-1].qkv.weight.mul_(1.1)
+        assert checkpoints.fingerprint(checkpoints.load(tmp_path, dtype=dtype)) == name
+    model.blocks[-1].qkv.weight.data *= 1.1
     assert name not in (checkpoints.fingerprint(model), checkpoints.fingerprint(toy_model(seed=1)))

@@ -22,8 +22,6 @@ def test_ngram_proposes_what_followed_last_time():
     assert propose(Request([1, 2, 3])) == []
     assert propose(Request([1])) == []
     assert propose(Request([6, 6, 6])) == [6]  # a match that overlaps the end
-    drafter.release(r)
-    assert r not in drafter.index
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -37,10 +35,7 @@ def test_only_tokens_of_both_models_are_drafted(ours, theirs, temperature):
     drafter.propose = lambda *args: [drafted.extend(d[0]) or d for d in propose(*args)]
     ask = lambda: Request([theirs - 1, 2, 3], 40, Sampling(temperature))
     (got,) = Engine(target, lambda e: SyncScheduler(e, drafter, 4), 1).generate([ask()])
-    assert len(got.token_ids) == 40
-    assert len(drafted) > 40
-    assert max(drafted) < 40
-    if temperature == 0:
-        assert got.token_ids == Engine(target, SyncScheduler, 1).generate([ask()])[0].token_ids
-    elif theirs > 40:
-        assert max(got.token_ids) >= 40  # the target says its other tokens all the same
+    assert len(drafted) > 40 > max(drafted)
+    # The target says its other tokens all the same.
+    (want,) = Engine(target, SyncScheduler, 1).generate([ask()])
+    assert got.token_ids == want.token_ids

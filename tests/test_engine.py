@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import Arbitrary, chi_square, dense_logits, ids_of, prompts, refused, toy_model
+from conftest import Arbitrary, chi_square, dense_logits, ids_of, prompts, refused, steps_of, toy_model
 
 from minispec import specgen
 from minispec.core import draft_head, kv_cache, verify
@@ -29,19 +29,15 @@ from minispec.tools.answers import summary
 import test_trained
 from test_trained import CASES, FULL, RANDOM, REJECTED, TINY, case
 
-TARGET = toy_model(seed=0)
+TARGET = toy_model()
 OTHER = toy_model(seed=1, n_layer=1)
 
 
-def copying(engine, drafter, k, max_n=3):
+def copying(engine, drafter):
     """A drafter next to which copies of any length of match are verified."""
-    scheduler = SyncScheduler(engine, drafter, k, lookup=512)
-    scheduler.ngram = NGram(max_n, 1)
+    scheduler = SyncScheduler(engine, drafter, 4, lookup=512)
+    scheduler.ngram = NGram(3, 1)
     return scheduler
-
-
-def sparse(engine, **settings):
-    return SpecGen(engine, sparsity=0.2, min_budget=4, **settings)
 
 
 # {name: (engine, model, drafting model) -> scheduler}
@@ -49,11 +45,11 @@ SCHEDULERS = {
     "ar": lambda e, model, other: SyncScheduler(e),
     "ngram": lambda e, model, other: SyncScheduler(e, NGram(3, 1), 5),
     "draft": lambda e, model, other: SyncScheduler(e, SmallLM(other, model), 4),
-    "draft, copies": lambda e, model, other: copying(e, SmallLM(other, model), 4),
-    "specgen": lambda e, model, other: sparse(e, k=4),
+    "draft, copies": lambda e, model, other: copying(e, SmallLM(other, model)),
+    "specgen": lambda e, *_: SpecGen(e, 4, 0.2, 4),
 }
 METHODS = list(SCHEDULERS)
-SCHEDULERS["delayed"] = lambda e, model, other: sparse(e, k=4, delayed=True)
+SCHEDULERS["delayed"] = lambda e, *_: SpecGen(e, 4, 0.2, 4, delayed=True)
 TRAINED = {name: lambda e, *_, name=name: case(name)(e) for name in (*CASES, *RANDOM, *REJECTED)}
 
 
@@ -66,10 +62,10 @@ def some(name, n=8):
     return prompts(n, vocab=target_of(name).config.vocab_size)
 
 
-def make(name, batch=4, model=None, other=OTHER, **kw):
+def make(name, batch=4, model=None, other=OTHER, chunk=16, **kw):
     model = model or target_of(name)
-    scheduler = {**SCHEDULERS, **TRAINED}[name]
-    return Engine(model, lambda e: scheduler(e, model, other), batch, prefill_chunk=16, **kw)
+    scheduler = (SCHEDULERS | TRAINED)[name]
+    return Engine(model, lambda e: scheduler(e, model, other), batch, prefill_chunk=chunk, **kw)
 
 
 def ask(prompt_list, max_new=30, sampling=Sampling()):
@@ -138,7 +134,7 @@ def test_a_seed_is_a_text(name, monkeypatch):
             own = [*itertools.islice(got, n)]
             want = plain(name, 12, 30, replace(sampling, rule="coupled"))[5 : 5 + n]
             assert (ids_of(own) == want) == (sampling.rule != "rejection" or name in WALKED)
-            rounds[sampling] += [s for g in own for s in g.rounds]
+            rounds[sampling] += steps_of(own)
         assert engine.cache.used == 0 and not engine.active
         # Drafters keep nothing of a request that has left.
         drafter = engine.scheduler.drafter
@@ -152,8 +148,9 @@ def test_a_seed_is_a_text(name, monkeypatch):
     warm = -1 if name == "ngram" else 0 if name in RANDOM else 0.1
     for sampling, least in zip(SETTINGS, (greedy, warm, warm)):
         assert sum(s.accepted - least for s in rounds[sampling]) > 0
+    # Drafts are rejected, too; sampled ones at least, where a drafter knows all greedy answers by heart.
+    assert any(s.accepted < s.proposed for s in itertools.chain(*rounds.values()))
     steps = rounds[Sampling()]
-    assert any(s.accepted < s.proposed for s in steps)
     assert (name == "draft, copies") == any(s.lookup and s.drafted for s in steps) or name == "adaptive"
     if "stop" in made:  # ends where the drafter is unsure
         assert len({s.proposed for s in steps if 0 < s.position < 25}) > 1
@@ -213,18 +210,14 @@ def test_end_of_text_inside_accepted_drafts(name):
 def test_length_limit_is_exact_and_context_may_be_full(name, usual_blocks):
     for limit in (1, 2, 6):  # down to fewer drafts than asked for
         room = TARGET.config.block_size - limit
-        engine = make(name, 5)
-        engine.prefill_chunk = 512
-        got = ids_of(engine.generate(ask(some(name, 4) + [[1] * room], limit)))
+        got = ids_of(run(name, some(name, 4) + [[1] * room], 5, limit, chunk=512)[0])
         assert got[:4] == [ids[:limit] for ids in plain(name, 4)] and len(got[4]) == limit
         with refused("exceed the context of 512"):
             run(name, [[1] * (room + 1)], max_new=limit)
     # Neighbours draft on when it has no room left.
     full = [[1] * (TARGET.config.block_size - 3)]
     want = plain(name, 4) + ids_of(make(name, 1).generate(ask(full, 3)))
-    engine = make(name, 5)
-    engine.prefill_chunk = 512
-    assert ids_of(engine.generate(ask(some(name, 4)) + ask(full, 3))) == want
+    assert ids_of(make(name, 5, chunk=512).generate(ask(some(name, 4)) + ask(full, 3))) == want
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -252,10 +245,10 @@ def test_leaving_a_stream_in_the_middle_leaves_a_clean_engine(name):
     second = Request(prompts(4)[3], 60)
     engine = make(name, 2)
     for tokens in range(3, 8):
-        with contextlib.suppress(KeyError), contextlib.closing(engine.stream(first)) as stream:
+        with contextlib.closing(engine.stream(first)) as stream:
             for _ in stream:
                 if len(first[0].generation.token_ids) > tokens:
-                    raise KeyError
+                    break
         assert engine.cache.used == engine.cache.charged == 0
         assert not engine.active and not engine.waiting
     assert engine.generate([second])[0].token_ids == plain(name, 4, 60)[3]
@@ -294,7 +287,7 @@ def test_one_stream_at_a_time_and_a_request_in_one_only():
 @pytest.mark.parametrize("sampling", [Sampling(), AT_1, Sampling(1.0, rule="rejection")], ids=str)
 def test_a_drafter_identical_to_the_target_is_always_accepted(sampling):
     got, _ = run("draft", prompts(6), sampling=sampling, other=TARGET)
-    assert all(s.accepted == s.proposed for g in got for s in g.rounds)
+    assert all(s.accepted == s.proposed for s in steps_of(got))
 
 
 TWO = [0, 1, 0, 3, 4]  # chains 1 2 and 3 4 5
@@ -320,7 +313,7 @@ def test_of_several_chains_a_shorter_one_may_be_accepted_whole(parents, path, pr
     r.commit(Segment(r, [5], 6, None, "verify", 1), [], 5)  # a round without drafts
     engine = SimpleNamespace(seconds={"prefill": 0}, iterations=[])
     accepted = summary([r.generation], engine)["acceptance_by_position"]
-    assert accepted == [float(i < len(path)) for i in range(proposed)]
+    assert accepted == [i < len(path) for i in range(proposed)]
 
 
 # -- chi-square over all outputs of three tokens, vocabulary 8: plain decoding and rejection -----------------
@@ -356,12 +349,12 @@ def asked(model):
     return [token % model.config.vocab_size for token in PROMPT]
 
 
-def sampled(name, sampling, rounds=ROUNDS, model=None, control=False):
+def sampled(name, sampling, rounds=ROUNDS, control=False):
     """p-value of the first three tokens of answers, until `rounds` rounds were played; and the share of
     drafts accepted. A control ends once its mistake is seen."""
     if name == "draft, copies":  # copies are rare here
         rounds *= 3
-    model = model or (TINY if name in REJECTED else SMALL)
+    model = TINY if name in REJECTED else SMALL
     v = model.config.vocab_size
     counts = torch.zeros(v**3, dtype=torch.long)
     seed = played = accepted = proposed = 0
@@ -478,8 +471,8 @@ def test_a_text_with_no_numbers_spoils_no_later_one(name):
     with torch.no_grad():
         model.embed.weight[5] = float("inf")
     asked = lambda: [Request([1] * 20 + [i], 8) for i in (2, 3)]
-    engine, other = make(name, 4, model), make(name, 4, model)
-    want = ids_of(other.generate(asked()))
+    engine = make(name, 4, model)
+    want = ids_of(make(name, 4, model).generate(asked()))
     for _ in range(2):
         with refused("the logits of the model must be numbers"):
             engine.generate([Request([5] * 100, 4)])
@@ -556,7 +549,5 @@ def test_a_draft_vocabulary_without_the_likeliest_tokens_loses_nothing(name, mon
         real = verify.scores
         inside = torch.zeros(6).index_fill(0, kept, 1.0)
         monkeypatch.setattr(verify, "scores", lambda *args: real(*args) * inside)
-    monkeypatch.setattr(
-        DraftHead, "whole", lambda self, q: torch.nn.functional.pad(q, (0, 6 - len(kept)))
-    )
+    monkeypatch.setattr(DraftHead, "whole", lambda self, q: torch.nn.functional.pad(q, (0, 2)))
     assert sampled(name, AT, ROUNDS // 2, control=True)[0] < 1e-6

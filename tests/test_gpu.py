@@ -32,7 +32,7 @@ SCHEDULERS = {
 
 
 def engine_of(name):
-    return Engine(TARGET, SCHEDULERS[name], 8, prefill_chunk=16)
+    return Engine(TARGET, SCHEDULERS[name], prefill_chunk=16)
 
 
 def answers(engine):

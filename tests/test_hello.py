@@ -24,8 +24,7 @@ def noise(tokens, k):
 
 
 def text_of(*args, **more):
-    rounds = hello.generate(*args, **more)
-    return [token for accepted, own in rounds for token in accepted + own]
+    return [token for accepted, own in hello.generate(*args, **more) for token in accepted + own]
 
 
 @pytest.mark.parametrize("draft", [nothing, noise, hello.prompt_lookup])

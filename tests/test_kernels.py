@@ -21,8 +21,6 @@ import compile_report
 import references
 
 NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python names from 3.13 on
-GROUPS = (1, 2, 4, 5, 8)
-HEADS = (64, 128)
 KV_HEADS = 2
 ROOM = 128
 
@@ -45,8 +43,8 @@ MIXED = [
 class Batch:
     """Random queries and a pool for the requests of MIXED, whose positions are in random slots."""
 
-    def __init__(self, g, d, dtype=torch.float32, seed=0):
-        torch.manual_seed(seed)
+    def __init__(self, g, d, dtype):
+        torch.manual_seed(0)
         b = len(MIXED)
         n = sum(r[0] for r in MIXED)
         # Queries arrive as part of a fused projection: their rows are not contiguous, their heads are.
@@ -57,14 +55,10 @@ class Batch:
         for i, (_, _, c, tail) in enumerate(MIXED):
             for group in range(KV_HEADS):
                 self.selected[i, group, :c] = torch.randperm(tail)[:c]
-        self.g = g
 
     def args(self, **changes):
-        x = {**vars(self), **changes}
+        x = vars(self) | changes
         return x["q"], x["k"], x["v"], x["slots"], x["selected"]
-
-    def score_buffer(self):
-        return torch.full((len(MIXED), KV_HEADS, ROOM), -1.0)
 
 
 @functools.cache
@@ -87,10 +81,10 @@ def check_mixed(g, d=64, chunk=48, dtype=torch.float32, tolerance=1e-5):
     want, want_lse = references.attention(*batch.args(), plan)
     close(out, want, tolerance)
     close(lse, want_lse, 1e-5)
-    which = torch.tensor([2, -1, 1], dtype=torch.int32)
-    args = (batch.q, batch.k, lse, batch.slots, plan)
-    got = scores.scores(*args, which, batch.score_buffer())
-    close(got, references.scores(*args, which, batch.score_buffer()), 1e-6)  # -1 for other requests
+    args = batch.q, batch.k, lse, batch.slots, plan, torch.tensor([2, -1, 1], dtype=torch.int32)
+    unset = torch.full((len(MIXED), KV_HEADS, ROOM), -1.0)
+    got = scores.scores(*args, unset.clone())
+    close(got, references.scores(*args, unset), 1e-6)  # -1 for other requests
     close(got[1, :, :128].sum(-1), torch.ones(KV_HEADS), 1e-5)
 
 
@@ -128,8 +122,7 @@ def check_trees(g=5):
     tree that is a chain is causal, bit for bit."""
     batch, _, causal, _ = attended(g, 64, 48, torch.float32)
     n = MIXED[1][0]
-    width = 20
-    path = torch.rand(n, width, generator=seeded(1)) < 0.5
+    path = torch.rand(n, 20, generator=seeded(1)) < 0.5
     path[:, -n:] |= torch.eye(n, dtype=torch.bool)
     deep = torch.eye(17, 64).bool() | (torch.arange(64) < 40)
     whole = torch.ones(21, 21, dtype=torch.bool)

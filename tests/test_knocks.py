@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, python, refusal, refused, run_script, toy_model, words
+from conftest import ROOT, log_of, python, refusal, refused, run_script, toy_model, words
 from tqdm import tqdm
 
 import decode
@@ -54,9 +54,9 @@ def test_a_full_disk_keeps_the_old_file(file, tmp_path, full_disk):
     (tmp_path / file).write_text("the old one")
     full_disk(20_000)
     with pytest.raises(ValueError, match=f"cannot write .*{file[-17:]}: .*[Ff]ile too large"):
-        WRITERS[file](str(tmp_path), 20_000)
+        WRITERS[file](tmp_path, 20_000)
     assert (tmp_path / file).read_text() == "the old one" and not list(tmp_path.glob("*.tmp"))
-    WRITERS["a.json"](str(tmp_path), 10)
+    WRITERS["a.json"](tmp_path, 10)
     assert files.read_json(tmp_path / "a.json") == [1] * 10
     full_disk(-1)                                        # pytest -v writes before the fixture ends
 
@@ -65,7 +65,7 @@ def test_devices_pipes_and_links_are_not_replaced(tmp_path):
     """A file renamed over /dev/null would replace it; a link stays, and the file behind it is written."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
-        for write in (lambda: files.write_json(path, 1), lambda: script.check_writable(str(path))):
+        for write in (lambda: files.write_json(path, 1), lambda: script.check_writable(path)):
             with refused(f"cannot write {path}: it is not a regular file"):
                 write()
     (tmp_path / "real").write_text("old")
@@ -96,8 +96,7 @@ def test_training_on_a_full_disk_stops_in_a_line_and_goes_on(tmp_path, full_disk
     assert not list((tmp_path / "out").glob("*.tmp"))
     full_disk(-1)
     run_script(train_gpt, args)
-    log = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in log] == [2, 4]
+    assert [record["step"] for record in log_of(tmp_path / "out")] == [2, 4]
 
 
 def test_a_full_disk_behind_stdout():
@@ -135,21 +134,10 @@ def test_bugs_are_still_shown():
 @pytest.mark.parametrize("n, message", [
     (10 ** 12, TOO_LARGE), (10 ** 25, "a cache of 10000000000000000000000000 tokens is out of range")])
 def test_a_cache_larger_than_all_memory(n, message, toy):
-    command = f"--model {toy} --prompt x --max-new-tokens 4 --cache-tokens {n}"
-    assert message in refusal(decode, command)
+    assert message in refusal(decode, f"--model {toy} --prompt x --max-new-tokens 4 --cache-tokens {n}")
 
 
 # -- files -----------------------------------------------------------------------------------------------
-
-class Evil:
-    """Unpickled, it would leave a file behind."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
-
 
 def flipped(data):
     middle = len(data) // 2
@@ -160,46 +148,53 @@ ONE_BY_ONE = SimpleNamespace(save_every=1)
 BROKEN = {"truncated": lambda data: data[:len(data) // 2], "empty": lambda data: b"", "flipped": flipped}
 
 
+def train(folder):
+    """The training of a toy, from its beginning or from its resume.pt."""
+    model = toy_model()
+    run = training.Run(ONE_BY_ONE, str(folder), model, 2, 1e-3)
+    for step in run.steps():
+        ids = torch.tensor([[1, 2, 3]])
+        loss = model(ids, torch.arange(3)[None], lambda layer, q, k, v: q).square().mean()
+        loss.backward()
+        run.update(0.0, loss=loss)
+        if run.checkpoint_due():
+            run.checkpoint()
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Folder with the resume.pt of a toy, and how it is resumed."""
+    """Folder with the resume.pt of a toy."""
     folder = tmp_path_factory.mktemp("trained")
-
-    def again(at):
-        model = toy_model()
-        run = training.Run(ONE_BY_ONE, str(at), model, 2, 1e-3)
-        for step in run.steps():
-            ids = torch.tensor([[1, 2, 3]])
-            loss = model(ids, torch.arange(3)[None], lambda layer, q, k, v: q).square().mean()
-            loss.backward()
-            run.update(0.0, loss=loss)
-            if run.checkpoint_due():
-                run.checkpoint()
-    again(folder)
-    return folder, again
+    train(folder)
+    return folder
 
 
 @pytest.mark.parametrize("how", [*BROKEN, "pickled", "another shape", "of nothing"])
 def test_a_damaged_checkpoint_is_named_and_left_alone(how, trained, tmp_path):
-    folder, again = trained
-    shutil.copytree(folder, tmp_path / "run")
+    class Evil:
+        """Unpickled, it would leave a file behind."""
+
+        def __reduce__(self):
+            return open, (f"{tmp_path}/pwned", "w")
+
+    shutil.copytree(trained, tmp_path / "run")
     file = tmp_path / "run" / "resume.pt"
     saved = torch.load(file, weights_only=True)
     if how in BROKEN:
         file.write_bytes(BROKEN[how](file.read_bytes()))
     else:
-        torch.save({"pickled": {"step": Evil(tmp_path / "pwned"), "model": {}}, "of nothing": {},
+        torch.save({"pickled": {"step": Evil(), "model": {}}, "of nothing": {},
                     "another shape": {**saved, "model": toy_model(vocab=65).state_dict()}}[how], file)
     before = file.read_bytes()
     with pytest.raises(ValueError, match="resume.pt is damaged or of another run; remove it to start") as e:
-        again(tmp_path / "run")
+        train(tmp_path / "run")
     assert not (tmp_path / "pwned").exists()
     assert file.read_bytes() == before and len(str(e.value)) < 1000
 
 
 def test_a_resumed_run_has_the_minutes_that_are_left(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(training.time, "time", lambda: 1e9)
-    shutil.copytree(trained[0], tmp_path / "run")
+    shutil.copytree(trained, tmp_path / "run")
     file = tmp_path / "run" / "resume.pt"
     torch.save({**torch.load(file, weights_only=True), "seconds": 90.0, "finished": False}, file)
     run = training.Run(ONE_BY_ONE, str(file.parent), toy_model(), 2, 1e-3, minutes=3)

@@ -5,7 +5,7 @@ import torch
 from conftest import cached_kv, toy_model
 
 from minispec.core import kv_cache
-from minispec.core.kv_cache import KVCache
+from minispec.core.kv_cache import Allocation, KVCache
 from minispec.core.prefix_cache import PrefixCache
 
 
@@ -92,6 +92,28 @@ def test_blocks_that_are_used_again_lie_in_order():
     assert first.table == [5, 6, 7, 8, 9] and cache.lies_together(first, 20)
     again = cache.open(0)
     assert cache.share(again, list(range(40))) == 20 and again.table == [0, 1, 2, 3, 4]
+
+
+def test_a_text_that_is_alone_lies_together():
+    """As it grows, after others that began alike; and without the blocks of a text that has left, where
+    free ones are enough."""
+    def grow(cache, tokens):
+        blocks = Allocation(most=cache.blocks_for(len(tokens)))
+        cache.share(blocks, tokens[:2])
+        for size in range(3, len(tokens) + 1):
+            cache.resize(blocks, size)
+            assert cache.lies_together(blocks, size)
+        cache.remember(blocks, tokens)
+        cache.close(blocks)
+
+    cache = PrefixCache(toy_model().config, 40)              # ten blocks of four tokens
+    for last, n in enumerate((40, 30, 22, 40, 7, 33)):
+        grow(cache, [1, 2, *[last] * (n - 2)])
+    cache = PrefixCache(toy_model().config, 80)
+    grow(cache, [5] * 12)
+    kept = dict(cache.names)
+    grow(cache, [6] * 60)
+    assert kept.items() <= cache.names.items()
 
 
 @pytest.mark.parametrize("in_use", [True, False])

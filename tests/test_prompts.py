@@ -8,13 +8,12 @@ import types
 from unittest import mock
 
 import pytest
-from conftest import ROOT, TARGET, outcome, refusal, refused, table, values
+from conftest import ROOT, outcome, refusal, refused, table, values
 
 import decode
-from minispec.tools import checkpoints
 from minispec.data import prompts
-from minispec.tools import methods
 from minispec.studies import run
+from minispec.tools import checkpoints, methods
 from compare_checkpoints import CHATS
 from minispec.data.tokenizer import Tokenizer
 
@@ -61,7 +60,7 @@ ROWS = [    # row, family, beginning of the prompt, answer, right texts, wrong t
 def load(tmp_path, *rows):
     file = tmp_path / "p.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    return prompts.load_prompts(str(file))
+    return prompts.load_prompts(file)
 
 
 @pytest.mark.parametrize("row, family, begins, answer, right, wrong", ROWS)
@@ -150,20 +149,19 @@ MALFORMED = """
 
 
 @pytest.mark.parametrize("text, message", [
-    *((text.encode(), message) for text, message in table(MALFORMED)),
-    (b'{"prompt": "a"}\n{"prompt": ', ":2: not JSON"),
-    (b"[" * 100000, "a.jsonl: not JSON"), (b'{"a": ' * 100000, ":1: not JSON"),
-    (b'{"prompt": "a", "answer": ' + b"9" * 5000 + b"}", ":1: not JSON"),
-    (b'{"prompt": "\xff\xfe"}', "byte 0xff in position 12"),
+    *table(MALFORMED),
+    ('{"prompt": "a"}\n{"prompt": ', ":2: not JSON"),
+    ("[" * 100000, "a.jsonl: not JSON"), ('{"a": ' * 100000, ":1: not JSON"),
+    ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", ":1: not JSON"),
+    ('{"prompt": "\xff\xfe"}', "byte 0xff in position 12"),
 ], ids=range(20))
 def test_malformed_files_are_named(text, message, tmp_path):
     file = tmp_path / "a.jsonl"
-    file.write_bytes(text)
+    file.write_text(text, "latin-1")
     with refused(message, file):
-        prompts.load_prompts(str(file))
-    for path, message in ((tmp_path, "Is a directory"), (tmp_path / "none", "No such file")):
-        with refused(message, path):
-            prompts.load_prompts(str(path))
+        prompts.load_prompts(file)
+    with refused("Is a directory", tmp_path):
+        prompts.load_prompts(tmp_path)
 
 
 def test_arrays_byte_order_marks_and_gzip_are_read(tmp_path):
@@ -173,12 +171,12 @@ def test_arrays_byte_order_marks_and_gzip_are_read(tmp_path):
         for name, encoding in itertools.product(("b.json", "b.json.gz", "b.json.GZ"), ("utf-8", "utf-8-sig")):
             whole = text.encode(encoding)
             (tmp_path / name).write_bytes(whole if name == "b.json" else gzip.compress(whole))
-            assert prompts.load_prompts(str(tmp_path / name)) == want
+            assert prompts.load_prompts(tmp_path / name) == want
     whole = (tmp_path / "b.json.gz").read_bytes()
     for damaged in (b"no gzip at all", whole[:-12], whole[:20] + b"\xff" * 20 + whole[40:]):
         (tmp_path / "c.gz").write_bytes(damaged)
         with refused(f"cannot read {tmp_path}/c.gz: "):
-            prompts.load_prompts(str(tmp_path / "c.gz"))
+            prompts.load_prompts(tmp_path / "c.gz")
 
 
 OPTIONAL = set("""answer solution reference category entry_point test_list input context turns id
@@ -209,10 +207,9 @@ def test_a_prompt_that_does_not_fit_is_named_by_its_number_and_id(key, id, shown
 
 def test_missing_data_names_the_public_source(tmp_path):
     for name, source in prompts.PROMPT_FILES.items():
-        with refused("--data DIR or set MINISPEC_DATA"):
-            prompts.load_named(name, None)
-        with refused(*source):
-            prompts.load_named(name, str(tmp_path))
+        for data in (None, tmp_path):
+            with refused("--data DIR or set MINISPEC_DATA", *source):
+                prompts.load_named(name, data)
 
 
 # -- turns -----------------------------------------------------------------------------------------------
@@ -240,39 +237,34 @@ OURS = "<|bos|><|prompt|>2+2?\n<|think|>so<|answer|>4<|eos|><|prompt|>Sure?\n<|t
 
 
 @pytest.mark.parametrize("family, names, answer, want", [
-    ("ours", None, "so<|answer|>4<|eos|>", OURS),
+    ("ours", "<|bos|> <|eos|> <|pad|> <|mask|> <|prompt|> <|think|> <|answer|>", "so<|answer|>4<|eos|>",
+     OURS),
     ("Qwen3", "<|im_start|> <|im_end|> <think> </think>", "<think>\nhm\n</think>\n\nFour.<|im_end|>", QWEN),
     ("Llama-3", "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>", "Four.<|eot_id|>",
      LLAMA),
     ("no template", "", "Four.", "2+2?\nFour.Sure?\n"),
 ])
-def test_the_next_prompt_of_every_family(family, names, answer, want):
+def test_the_next_prompt_of_every_family(family, names, answer, want, tokenizer):
     """A conversation in the family's template, without chains of thought of earlier answers."""
-    ours = Tokenizer.load(TARGET)
-    special = ours.special
-    template = ours.chat_template
-    if names is not None:
-        special = names.split()
-        template = CHATS.get(family)
-    added = [{"content": name, "id": 2041 + i, "special": True} for i, name in enumerate(special)]
-    t = Tokenizer(ours.encoding._mergeable_ranks, added, ours.encoding._pat_str, chat_template=template,
-                  bos="<|begin_of_text|>")
+    template = {**CHATS, "ours": tokenizer.chat_template}.get(family)
+    added = [{"content": name, "id": 2041 + i, "special": True} for i, name in enumerate(names.split())]
+    t = Tokenizer(tokenizer.encoding._mergeable_ranks, added, tokenizer.encoding._pat_str,
+                  chat_template=template, bos="<|begin_of_text|>")
     said = {"role": "assistant", "content": t.special_ids(answer)}
     assert t.chat_ids([t.asked("2+2?\n"), said, t.asked("Sure?\n")]) == t.special_ids(want)
     if family == "Qwen3":
         assert t.answer_text(t.special_ids(answer)).strip() == "Four."
 
 
-def test_special_tokens_of_a_prompt_stay_text():
+def test_special_tokens_of_a_prompt_stay_text(tokenizer):
     """Also if template and text together spell a name, or if names overlap."""
-    t = Tokenizer.load(TARGET)
-    said = {"role": "assistant", "content": t.encode("x\ue000<|eos|>")}
-    shown = t.decode(t.chat_ids([t.asked("a"), said]))
+    said = {"role": "assistant", "content": tokenizer.encode("x\ue000<|eos|>")}
+    shown = tokenizer.decode(tokenizer.chat_ids([tokenizer.asked("a"), said]))
     assert shown == "<|bos|><|prompt|>a<|think|>x\ue000<|eos|><|eos|>"
     for text in ("<|eos|>", "a<|eos|><|think|>b", "<|<|eos|>eos|>", "\ue000<|eos|>"):
-        ids = t.prompt_ids(text)
-        assert t.decode(ids) == f"<|bos|><|prompt|>{text}<|think|>"
-        assert [ids.count(t.special[name]) for name in ("<|eos|>", "<|think|>")] == [0, 1]
+        ids = tokenizer.prompt_ids(text)
+        assert tokenizer.decode(ids) == f"<|bos|><|prompt|>{text}<|think|>"
+        assert [ids.count(tokenizer.special[name]) for name in ("<|eos|>", "<|think|>")] == [0, 1]
 
 
 @pytest.mark.parametrize("settings", [[], ["--sparsity", "2"]])
@@ -292,15 +284,14 @@ def test_bench_leaves_out_drafters_of_another_target(toy, capsys):
     args = methods.settings(model=toy, cost="none", drafter=f"{ROOT}/checkpoints/prism")
     assert run.suitable(args, checkpoints.load(toy)) == ["ngram", "specgen"]
     lines = capsys.readouterr().out.splitlines()
-    names = ["draft", "prism", "eagle", "specdiff"]
-    assert [line.split(" is left out: ")[0] for line in lines] == names
+    assert [line.split(" is left out: ")[0] for line in lines] == ["draft", "prism", "eagle", "specdiff"]
     assert all("d_model of the drafter must be" in line for line in lines[1:3])
 
 
 # -- real files ------------------------------------------------------------------------------------------
 
 def real(name):
-    file = os.path.join(DATA, prompts.PROMPT_FILES[name][0])
+    file = f"{DATA}/{prompts.PROMPT_FILES[name][0]}"
     if not DATA or not os.path.exists(file):
         pytest.skip(f"no {name} under MINISPEC_DATA")
     return prompts.load_named(name, DATA)

@@ -1,15 +1,16 @@
-import importlib.util
+import itertools
 import json
 import random
+from importlib.util import find_spec
 
 import pytest
 from conftest import TARGET, refused, table
 
 from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer
-from minispec.tools import gguf_file
+from minispec.tools import files, gguf_file
 
-SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|mask|>", "<|prompt|>", "<|think|>", "<|answer|>")
+SPECIALS = "<|bos|> <|eos|> <|pad|> <|mask|> <|prompt|> <|think|> <|answer|>".split()
 TEXTS = ["the cat sat on the mat, the cat sat", "12 + 34 = 46, and 46 is 46", "naïve café 東京 👍🏽",
          "don't we'll", "\tif x:\n\t\treturn  y  \n\n",
          "", " ", "\n\n \n", "a\x00b", "\ufffd", "<|eos|><|think|>",
@@ -18,21 +19,18 @@ TEXTS = ["the cat sat on the mat, the cat sat", "12 + 34 = 46, and 46 is 46", "n
          "1234567890", "Hello, world! 1 + 1 = 2", "hello\n\n12 all 3456"]
 
 
-def library(name):
-    """A library that not everyone has, or None."""
-    return importlib.import_module(name) if importlib.util.find_spec(name) else None
-
-
 def hugging_face(folder):
-    """A folder's tokenizer in the library that made the format, or None."""
-    tokenizers = library("tokenizers")
-    return tokenizers and tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")
+    """A folder's tokenizer in the library that made the format, or None if it is not installed."""
+    if find_spec("tokenizers"):
+        import tokenizers
+        return tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")
 
 
 def automatic(folder):
-    """A folder's tokenizer in transformers, or None."""
-    transformers = library("transformers")
-    return transformers and transformers.AutoTokenizer.from_pretrained(folder)
+    """A folder's tokenizer in transformers, or None if it is not installed."""
+    if find_spec("transformers"):
+        import transformers
+        return transformers.AutoTokenizer.from_pretrained(folder)
 
 
 def strings():
@@ -44,8 +42,8 @@ def strings():
 def test_any_text_and_any_bytes_round_trip(tokenizer):
     for s in strings():
         assert tokenizer.decode(tokenizer.encode(s)) == s
-    every_byte = tokenizer.decode_bytes(range(256))
-    assert sorted(every_byte) == list(range(256))      # all bytes are tokens, so bytes always have ids
+    # All bytes are tokens, so bytes always have ids.
+    assert sorted(tokenizer.decode_bytes(range(256))) == list(range(256))
     for lone in ("\ud800", "\udcff"):
         assert tokenizer.encode(lone) == tokenizer.encode("?")
 
@@ -59,7 +57,7 @@ def test_a_folder_does_not_hide_the_packaged_model(tmp_path, monkeypatch):
 
 
 def test_special_tokens_never_come_from_text(tokenizer):
-    assert list(tokenizer.special) == list(SPECIALS)
+    assert list(tokenizer.special) == SPECIALS
     assert tokenizer.vocab_size == 2048
     for s in SPECIALS:
         assert tokenizer.special[s] not in tokenizer.encode(f"x{s}y")
@@ -69,8 +67,7 @@ def test_digits_are_single_tokens(tokenizer):
     assert len(tokenizer.encode("20487")) == 5
 
 
-def test_templates(tokenizer):
-    assert tokenizer.decode(tokenizer.prompt_ids("hi")) == "<|bos|><|prompt|>hi<|think|>"
+def test_the_answer_follows_its_mark_and_padding_is_skipped(tokenizer):
     ids = tokenizer.response_ids(tasks.Problem("arith", "", "so ", "42"))
     assert [tokenizer.answer_text(some) for some in (ids, ids[:-1], [1, 2])] == ["42", "42", ""]
     assert tokenizer.decode_bytes([5, 999999]) == tokenizer.decode_bytes([5])
@@ -121,21 +118,14 @@ BOS = json.loads("""
 
 def written(folder, change=lambda data: None, **config):
     """A folder with the shipped vocabulary after a change. config: entries of its tokenizer_config."""
-    with open(f"{TARGET}/tokenizer.json", encoding="utf-8") as f:
-        data = json.load(f)
+    data = files.read_json(f"{TARGET}/tokenizer.json")
     change(data)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>", "eos_token": "<|eos|>",
               **config}
-    folder.mkdir(exist_ok=True)
-    (folder / "tokenizer.json").write_text(json.dumps(data))
+    files.write_json(folder / "tokenizer.json", data)
     config = {key: value for key, value in config.items() if value is not None}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    files.write_json(folder / "tokenizer_config.json", config)
     return str(folder)
-
-
-def flags(name, **changes):
-    """Changes of an added token's entry in tokenizer.json."""
-    return lambda data: next(t for t in data["added_tokens"] if t["content"] == name).update(changes)
 
 
 def split_at(regex):
@@ -145,9 +135,8 @@ def split_at(regex):
 @pytest.mark.parametrize("regex", SPLITS)
 def test_text_between_the_matches_of_a_split_is_kept(regex, tmp_path):
     """And split as tokenizers does."""
-    folder = written(tmp_path, split_at(regex))
-    ours = Tokenizer.load(folder)
-    theirs = hugging_face(folder)
+    ours = Tokenizer.load(written(tmp_path, split_at(regex)))
+    theirs = hugging_face(tmp_path)
     for s in strings():
         ids = ours.encode(s)
         assert ours.decode(ids) == s
@@ -175,18 +164,17 @@ def test_an_unused_token_of_other_characters_does_not_refuse_a_file(tmp_path):
 FIRST = "{{ messages[0].content }}"
 ADDED = ["a <|think|>  b", "<|think|><|think|>", "  <|think|>\n\t<|answer|>  x", "<|answer|> <|think|> ",
          "no name", "<|think", " \n<|mask|>  y"]
-STRIPS = [{}, {"lstrip": True}, {"rstrip": True}, {"lstrip": True, "rstrip": True}]
 
 
-@pytest.mark.parametrize("changes", STRIPS, ids=str)
-@pytest.mark.parametrize("special", [False, True])
-def test_added_tokens_in_texts(special, changes, tmp_path):
+@pytest.mark.parametrize("special, lstrip, rstrip", list(itertools.product([False, True], repeat=3)))
+def test_added_tokens_in_texts(special, lstrip, rstrip, tmp_path):
     """Special ones are found only in the template, the others in any text. Both absorb the white space next
     to them if their entry says so."""
-    change = flags("<|think|>", special=special, **changes)
+    def change(data):
+        data["added_tokens"][5].update(special=special, lstrip=lstrip, rstrip=rstrip)        # <|think|>
+
     ours = Tokenizer.load(written(tmp_path, change, chat_template=FIRST))
-    left, right = (" " * (key not in changes) for key in ("lstrip", "rstrip"))
-    want = [*ours.encode("a" + left), 2046, *ours.encode(right + "b")]
+    want = [*ours.encode("a" + " " * (not lstrip)), 2046, *ours.encode(" " * (not rstrip) + "b")]
     text = "a <|think|> b"
     assert ours.special_ids(text) == want
     assert ours.encode(text) == ours.prompt_ids(text)
@@ -201,7 +189,7 @@ def test_added_tokens_in_texts(special, changes, tmp_path):
 
 
 @pytest.mark.parametrize("add_bos_token", [None, False, True])
-@pytest.mark.parametrize("post_processor", [None, BOS], ids=["no post_processor", "BOS"])
+@pytest.mark.parametrize("post_processor", [None, BOS])
 def test_text_without_a_template_begins_as_the_folder_says(post_processor, add_bos_token, tmp_path):
     """With begin-of-text if one of the two says so. As in transformers, whose version 5 ignores add_bos_token
     where version 4 does not."""

@@ -11,13 +11,15 @@ from collections import Counter
 from unittest import mock
 
 import pytest
-from conftest import ROOT, TARGET, run_script, table, values, words
+from conftest import ROOT, TARGET, decoded, table, values, words
 
 import decode
+from minispec.core.verify import verify_tree
 from minispec.tools import checkpoints
 from minispec.tools.recorder import TEMPLATE, write_page
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+needs_browser = pytest.mark.skipif(not BROWSER, reason="needs Chromium")
 PAGE = f"{ROOT}/docs/rounds.html"
 ROUNDS = runpy.run_path(f"{ROOT}/docs/rounds.py")
 runs_of = ROUNDS["runs_of"]
@@ -40,10 +42,6 @@ def rounds_of(request):
     return [a | step for a, step in zip(request["heard"], request["rounds"], strict=True)]
 
 
-def decoded(line):
-    run_script(decode, f"--model {TARGET} --task revise {line}")
-
-
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """{name of a run: (its recording, its JSON, the JSON of the same run without a recorder)}."""
@@ -51,12 +49,11 @@ def recorded(tmp_path_factory):
     out, load = {}, functools.cache(checkpoints.load)
     for name, more in RUNS.items():
         method = name.split(",")[0]
-        line = f"--method {method} --max-new-tokens 40 {more} --json {folder}/run.json"
+        line = f"--model {TARGET} --task revise --method {method} --max-new-tokens 40 {more}"
         results = []
         for how in (f"--html {folder}/run.html", ""):
             with mock.patch.object(checkpoints, "load", load):
-                decoded(f"{line} {how}")
-            result = json.loads((folder / "run.json").read_text())
+                result, _ = decoded(folder, f"{line} {how}")
             results.append(result.get("requests", [result]))
         out[name] = *runs_of(folder / "run.html"), *results
     return out
@@ -71,8 +68,7 @@ def chosen(row):
 def test_a_recorded_run_is_the_run(name, recorded):
     run, result, without = recorded[name]
     assert [r["token_ids"] for r in result] == [r["token_ids"] for r in without]
-    assert len(run["requests"]) == len(result)
-    for request, r in zip(run["requests"], result):
+    for request, r in zip(run["requests"], result, strict=True):
         assert all(request[key] == r[key] for key in ("prompt_ids", "token_ids", "who"))
         assert set(map(str, [*r["prompt_ids"], *r["token_ids"]])) <= set(run["words"])
         assert request["rounds"] == r["rounds"]
@@ -87,20 +83,13 @@ def test_verdicts_follow_from_what_is_recorded(name, recorded):
             *drafts, token = a["tokens"]
             gained = [*(drafts[row - 1] for row in a["path"]), token][:a["committed"]]
             assert request["token_ids"][a["position"]:a["position"] + a["committed"]] == gained
-            assert len(a["rows"]) == len(a["tokens"]) == len(a["parents"]) == len(a["numbers"])
-            for row, key, numbers in zip(a["parents"], map(str, a["tokens"]), a["numbers"]):
+            assert len(a["rows"]) == len(a["tokens"])
+            for row, key, numbers in zip(a["parents"], map(str, a["tokens"]), a["numbers"], strict=True):
                 assert a["rows"][row].get(key, numbers) == numbers
             if not a["coins"]:
-                # The walk: from row 0 to the draft that is the target's choice.
-                at = 0
-                path = []
-                for row, (draft, parent) in enumerate(zip(drafts, a["parents"]), 1):
-                    if parent == at and draft == chosen(a["rows"][parent]):
-                        at = row
-                        path = [*path, row]
-                assert path == a["path"]
-                assert a["parents"][-1] == at
-                assert token == chosen(a["rows"][at])
+                choices = [chosen(row) for row in a["rows"]]
+                assert verify_tree(drafts, a["parents"], choices) == (a["path"], token)
+                assert a["parents"][-1] == [0, *a["path"]][-1]
             elif a["parents"][:-1] == list(range(len(drafts))):
                 for row in range(min(len(a["path"]) + 1, len(drafts))):
                     _, p, q = a["numbers"][row]
@@ -132,15 +121,15 @@ def test_q_is_what_the_draft_was_drawn_from(name, known, recorded):
 
 
 def test_specgen_records_its_selection_and_its_schedule(recorded):
-    run = recorded["specgen"][0]
-    for i, request in enumerate(run["requests"]):
+    for request in recorded["specgen"][0]["requests"]:
         kinds = [kind for _, kind, _ in request["fed"]]
         assert kinds.count("verify") == len(request["rounds"])
         assert kinds.count("draft") == sum(len(a["tokens"]) - 1 for a in request["heard"])
-        chosen = [a for a in request["heard"] if "selected" in a]
-        assert chosen
-        assert all(len(a["selected"]) == 240 for a in chosen)
-        assert all(sum(a["selected"]) == a["heads"] * (20 - a["recent"]) for a in chosen)
+        selecting = [a for a in request["heard"] if "selected" in a]
+        assert selecting
+        for a in selecting:
+            assert len(a["selected"]) == 240
+            assert sum(a["selected"]) == a["heads"] * (20 - a["recent"])
 
 
 def test_adaptive_records_what_each_drafter_promised(recorded):
@@ -167,10 +156,11 @@ def test_steps_of_a_diffusion_model_fill_its_answer(recorded):
 
 
 @pytest.mark.parametrize("method", ("ngram", "draft", "prism"))
-def test_explain_is_the_recording_as_text(method, tmp_path, capsys):
+def test_explain_is_the_recording_as_text(method, tmp_path):
     page = tmp_path / "run.html"
-    decoded(f"--method {method} {RUNS[method]} --max-new-tokens 24 --batch 1 --n 1 --explain 2 --html {page}")
-    rounds = capsys.readouterr().out.split("\nat ")[1:]
+    line = f"--model {TARGET} --task revise --method {method} {RUNS[method]} --max-new-tokens 24"
+    _, text = decoded(tmp_path, f"{line} --batch 1 --n 1 --explain 2 --html {page}")
+    rounds = text.split("\nat ")[1:]
     run, = runs_of(page)
     steps = [a for a in run["requests"][0]["heard"] if len(a["tokens"]) > 1]
     assert len(rounds) == 2
@@ -191,12 +181,10 @@ def test_explain_is_the_recording_as_text(method, tmp_path, capsys):
 # -- the page --------------------------------------------------------------------------------------------
 
 def test_the_template_is_small_and_needs_no_network():
-    with open(TEMPLATE, encoding="utf-8") as f:
-        text = f.read()
+    text = TEMPLATE.read_text("utf-8")
     assert text.count("\n") <= 400
     assert text.count("{{runs}}") == 1
-    addresses = set(re.findall(r"https?://[^\"' ]+", text))
-    assert addresses == {"http://www.w3.org/2000/svg"}
+    assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg"}
     assert "src=" not in text
 
 
@@ -205,10 +193,10 @@ def test_the_shipped_page_is_what_its_script_makes(tmp_path):
     shipped = runs_of(PAGE)
     own = ROUNDS["RUNS"]
     write_page(tmp_path / "again.html", shipped)
-    with open(PAGE, "rb") as f, open(tmp_path / "again.html", "rb") as again:
-        page = f.read()
-        assert page == again.read()
-        assert len(page) < 1_500_000
+    again = (tmp_path / "again.html").read_bytes()
+    with open(PAGE, "rb") as f:
+        assert f.read() == again
+    assert len(again) < 1_500_000
     assert [run["title"] for run in shipped] == list(own)
     for run in shipped:
         args = decode.parse_args(run["command"].split()[2:])
@@ -250,8 +238,9 @@ document.body.append(el("pre", {id: "report"}, ascii));
 
 def opened(page, folder, width=360):
     """What CHECK reports of a page, which must load without a line in the console."""
-    with open(page, encoding="utf-8") as f, open(folder / "checked.html", "w", encoding="utf-8") as out:
-        out.write(f.read().replace("</html>", CHECK.replace("WIDTH", str(width)) + "</html>"))
+    with open(page, encoding="utf-8") as f:
+        text = f.read().replace("</html>", CHECK.replace("WIDTH", str(width)) + "</html>")
+    (folder / "checked.html").write_text(text, "utf-8")
     command = words(
         f"{BROWSER} --headless --no-sandbox --disable-gpu --enable-logging=stderr --dump-dom "
         f"--user-data-dir={folder}/browser --window-size={width},900 --virtual-time-budget=5000 "
@@ -279,13 +268,13 @@ def check(runs, report):
                 assert diffusion or (nodes, kept) == (len(a["tokens"]) + 1 - cut, len(a["path"]) + 1)
 
 
-@pytest.mark.skipif(not BROWSER, reason="needs Chromium")
+@needs_browser
 @pytest.mark.parametrize("width", [360, 1280])
 def test_the_shipped_page_in_a_browser(width, tmp_path):
     check(runs_of(PAGE), opened(PAGE, tmp_path, width))
 
 
-@pytest.mark.skipif(not BROWSER, reason="needs Chromium")
+@needs_browser
 def test_any_run_in_a_browser_and_nothing_of_the_model_is_code(recorded, tmp_path):
     runs = [copy.deepcopy(run) for run, _, _ in recorded.values()]
     bad = runs[0]

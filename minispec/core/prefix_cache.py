@@ -40,22 +40,21 @@ class PrefixCache(KVCache):
         return taken
 
     def _neighbours(self, n, blocks):
-        """n blocks for a text that is alone: behind its last one, or the first of a run that has room for all of
-        it, because attention reads a run as one matrix. None if others have blocks, or if there is room
-        without taking blocks from texts that have left."""
-        left = {block: i for i, block in enumerate(self.idle, 1)}             # the oldest first
-        unused = dict.fromkeys(self.free_blocks, 0) | left
-        if len(unused) + len(blocks.table) < self.n_blocks:
+        """n blocks for a text that is alone, because attention reads neighbours as one matrix: those behind its
+        last block, or the first of a run that has room for all of it. None if there are none, if other texts
+        have blocks, or if texts that have left would lose blocks although enough are free."""
+        age = {block: i for i, block in enumerate(self.idle, 1)}               # the oldest first
+        age |= dict.fromkeys(self.free_blocks, 0)
+        if len(age) + len(blocks.table) < self.n_blocks:
             return None
-        room = max(n, blocks.most - len(blocks.table))
+        size = room = max(n, blocks.most - len(blocks.table))
+        starts = sorted(age)
         if blocks.table:
-            runs = [range(blocks.table[-1] + 1, blocks.table[-1] + 1 + n)]
-        else:
-            runs = [range(first, first + room) for first in sorted(unused)]
-        runs = [run for run in runs if unused.keys() >= set(run)]
-        newest = lambda run: max(map(unused.get, run))
-        run = min(runs, key=newest, default=None)
-        if run is None or newest(run) and room <= len(self.free_blocks):
+            size, starts = n, [blocks.table[-1] + 1]
+        runs = [range(start, start + size) for start in starts]
+        newest = {run: max(map(age.get, run)) for run in runs if age.keys() >= set(run)}
+        run = min(newest, key=newest.get, default=None)
+        if run is None or newest[run] and room <= len(self.free_blocks):
             return None
         return [*run[:n]]
 
