@@ -190,10 +190,10 @@ def test_the_readme_says_where_a_single_drafter_is_faster():
             best[cell] = max(best.get(cell, 0), x["speedup"])
     near = {cell for cell in best if own[cell] >= 0.97 * best[cell]}
     assert sum(batch == 1 for _, batch in best) == 9
-    assert "in seven of nine kinds of text" in read("README.md")
-    assert sum(batch == 1 for _, batch in near) == 7
-    assert sorted(batch for _, batch in best.keys() - near if batch > 1) == [2, 4, 8]
-    assert "in batches of 2, 4 and 8 a single drafter is faster" in read("README.md")
+    assert "in five of nine kinds of text" in read("README.md")
+    assert sum(batch == 1 for _, batch in near) == 5
+    assert sorted(batch for _, batch in best.keys() - near if batch > 1) == [2, 4]
+    assert "in batches of 2 and 4 a single drafter is faster" in read("README.md")
 
 
 def test_the_recorder_takes_no_other_arguments():
