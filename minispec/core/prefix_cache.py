@@ -42,19 +42,18 @@ class PrefixCache(KVCache):
     def _neighbours(self, n, blocks):
         """n blocks for a text that is alone, because attention reads neighbours as one matrix: those behind its
         last block, or the first of a run that has room for all of it. None if there are none, if other texts
-        have blocks, or if texts that have left would lose blocks although enough are free."""
+        have blocks, or if texts that have left would lose some although all of it fits into free blocks."""
         age = {block: i for i, block in enumerate(self.idle, 1)}               # the oldest first
         age |= dict.fromkeys(self.free_blocks, 0)
         if len(age) + len(blocks.table) < self.n_blocks:
             return None
-        size = room = max(n, blocks.most - len(blocks.table))
-        starts = sorted(age)
+        size, starts = max(n, blocks.most), sorted(age)
         if blocks.table:
             size, starts = n, [blocks.table[-1] + 1]
         runs = [range(start, start + size) for start in starts]
         newest = {run: max(map(age.get, run)) for run in runs if age.keys() >= set(run)}
         run = min(newest, key=newest.get, default=None)
-        if run is None or newest[run] and room <= len(self.free_blocks):
+        if run is None or newest[run] and max(n, blocks.most) <= len(self.free_blocks):
             return None
         return [*run[:n]]
 
