@@ -206,8 +206,18 @@ def test_blocks_of_nobody_go_when_the_room_is_needed():
         for i in order:
             shared = engine.admission.shared
             assert answer(engine, [some[i]], 30)[0] == [want[i]]
-            assert len(engine.cache.names) == len(engine.cache.named)
+            cache = engine.cache
+            assert len(cache.idle) <= cache.n_blocks
+            assert len(cache.names) == len(cache.named) <= cache.n_blocks
         assert (engine.admission.shared > shared) == hit
+
+
+def test_requests_one_after_another_have_neighbouring_blocks():
+    """Attention reads those as one matrix."""
+    engine = Engine(MODEL, SyncScheduler, 1)
+    for i, n in enumerate((40, 3, 25, 60, 12)):
+        for r, _ in engine.stream([Request(BEGINNING[:2] + [i] * n, 30)]):
+            assert not r.blocks or engine.cache.lies_together(r.blocks, engine.cache.size(r.blocks))
 
 
 def test_a_conversation_reads_the_new_line_alone():

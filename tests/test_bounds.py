@@ -396,8 +396,10 @@ def test_the_ladder_is_made_of_the_rungs():
 
 def test_the_two_averages_differ_where_requests_do():
     """One request is never sped up, one is twice as fast."""
-    tokens = plain = np.array([100.0, 10.0])
-    found = [bounds.speedup(by, tokens, plain, np.array([100.0, 5.0])) for by in AVERAGES]
+    plain = np.array([100.0, 10.0])
+    found = [
+        bounds.speedup(by, np.array([100, 10]), plain, np.array([100.0, 5.0])) for by in AVERAGES
+    ]
     assert found == pytest.approx([110 / 105, 1.5])
 
 
@@ -449,3 +451,9 @@ def test_drafters_without_a_price_and_ids_without_a_workload():
     with refused("drafters x are not in the cost table: ngram, eagle3"):
         bounds.ladder([trace_of(x=[1, 1])], H100)
     assert rungs([Trace("t", 5, 1, {"ngram": np.ones(1, int)})], PUBLISHED)["one pass"] == 1
+
+
+
+def test_a_batch_pays_for_all_its_requests():
+    cost = CostTable({"verify": linear(base=1), "overhead": linear(row=2), "prefill": linear(row=10, token=1)})
+    assert (cost.step(0, 3, 3), cost.prefill(5, 2)) == (7, 30)

@@ -45,8 +45,8 @@ def model():
     return model
 
 
-def requests(prompts=PROMPTS, length=L, stop=(), **sampling):
-    return [Request(p, length, Sampling(seed=i, **sampling), stop) for i, p in enumerate(prompts)]
+def requests(prompts=PROMPTS, length=L, stop=(), temperature=0.0):
+    return [Request(p, length, Sampling(temperature, seed=i), stop) for i, p in enumerate(prompts)]
 
 
 def decoded(model, kind="student", asked=None, **settings):
@@ -112,13 +112,16 @@ def test_two_copies_train_every_block_as_decoding_meets_it(model, size):
 
 
 def test_the_row_before_a_slot_predicts_it():  # 8
-    """A model that repeats its input: a slot gets the token before it. (Of two copies: the test above.)"""
+    """A model that repeats its input: a slot gets the token before it, a block's first slot the clean one."""
     echo = toy_model(tied=True)
     with torch.no_grad():
         for p in echo.blocks.parameters():
             p.zero_()
     slots = list(range(20, 20 + L))
     assert dense(echo, PROMPTS[0], slots).argmax(-1).tolist() == [PROMPTS[0][-1]] + slots[:-1]
+    clean = torch.tensor([slots])
+    two = cdlm.blocks_hidden(echo, torch.tensor(PROMPTS[:1]), clean, clean + 10)
+    assert echo.logits(two)[0].argmax(-1)[B - 1 : B + 2].tolist() == [36, 27, 38]
 
 
 # -- the exact cache (3, 4, 5) -------------------------------------------------------------------------------
@@ -234,7 +237,8 @@ def test_dual_cache_is_exact_for_one_step_a_block_and_approximate_else(model):
     exact, close = (
         cdlm.Decoder(model, MASK, kind, steps_a_block=4) for kind in ("teacher", "dual")
     )
-    assert ids_of(exact.generate(requests())) != ids_of(close.generate(requests()))
+    one, two = (ids_of(decoder.generate(requests())) for decoder in (exact, close))
+    assert one != two
     assert exact.counts["forwards"] == close.counts["forwards"]
     assert close.counts["tokens_fed"] < exact.counts["tokens_fed"] / 2
 
@@ -254,7 +258,8 @@ def test_batches_of_different_prompts_equal_single_runs(model, kind, settings): 
 def test_sampling_is_seeded_and_independent_of_the_batch(model):
     one, four = (tokens_of(model, asked=requests(temperature=1.0), batch_size=n) for n in (1, 4))
     assert one == four != tokens_of(model)
-    assert tokens_of(model, asked=requests(temperature=1.0, top_k=1)) == tokens_of(model)
+    narrow = [Request(p, L, Sampling(1.0, top_k=1, seed=i)) for i, p in enumerate(PROMPTS)]
+    assert tokens_of(model, asked=narrow) == tokens_of(model)
     # The confidence is that of the drawn token.
     logits, (r,) = torch.randn(6, 64, generator=seeded()), requests(PROMPTS[:1], temperature=1.0)
     drawn, sure = cdlm.choose(logits, [SimpleNamespace(request=r)], [range(6)])
@@ -301,17 +306,20 @@ def test_no_mask_is_left_before_the_end_of_text_and_no_block_opened_behind(
         for prompt, slots in zip(PROMPTS, filled(free))
         for eos in sorted(set(slots))[::3]
     ]
+    rounds, states = [], []
     for record in (True, False):  # a recorded one completes its last block
         asked = [Request(prompt, L, stop_ids=[eos]) for prompt, _, eos in cases]
         found = decoded(model, kind, asked, threshold=threshold, record=record)
-        for g, state, (_, slots, eos) in zip(found, filled(asked), cases):
-            n = slots.index(eos) + 1
-            end = math.ceil(n / B) * B
-            assert (g.token_ids, g.finish) == (slots[:n], "stop")
-            assert set(state[end:]) <= {MASK}
-            if record:
-                assert state[:end] == slots[:end]
-            out_of_order += MASK in state[:end]
+        for g, (_, slots, eos) in zip(found, cases):
+            assert (g.token_ids, g.finish) == (slots[: slots.index(eos) + 1], "stop")
+        rounds.append([len(g.rounds) for g in found])
+        states.append(filled(asked))
+    for i, (_, slots, eos) in enumerate(cases):
+        end = math.ceil((slots.index(eos) + 1) / B) * B
+        assert states[0][i] == slots[:end] + [MASK] * (L - end)
+        assert set(states[1][i][end:]) <= {MASK}
+        assert rounds[1][i] <= rounds[0][i]
+        out_of_order += MASK in states[1][i][:end]
     assert out_of_order or threshold is not None
 
 
@@ -373,11 +381,16 @@ def test_counters_are_measured(model, monkeypatch):  # 20
     assert decoder.counts["tokens_fed"] == len(PROMPTS[0]) + 4 * B + B + 2
 
 
-def test_bad_decoding_is_refused(model):
-    with refused("threshold -1 is out of range"):
-        decoded(model, threshold=-1)
-    with refused("exceed the context of 512"):
-        decoded(model, asked=requests(length=600))
+@pytest.mark.parametrize(
+    "settings, length, message",
+    [
+        ({"threshold": -1}, L, "threshold -1 is out of range"),
+        ({}, 600, "exceed the context of 512"),
+    ],
+)
+def test_bad_decoding_is_refused(model, settings, length, message):
+    with refused(message):
+        decoded(model, asked=requests(length=length), **settings)
 
 
 # -- trajectories (10, 11, 12) -------------------------------------------------------------------------------
@@ -455,7 +468,9 @@ def test_blocks_behind_the_end_of_text_are_not_decoded(model, monkeypatch):  # 1
     assert data["tokens"][0].tolist() == slots[:live] + [eos] * (WHOLE - live)
     assert torch.equal(data["hidden"][0].any(-1), torch.arange(WHOLE) < live)
     assert data["rank"][0].tolist() == list(range(WHOLE))
-
+    # No state of training has masks behind the text.
+    k = cdlm.draw_states(data["live"].repeat(200), WHOLE, B, seeded())
+    assert torch.equal((k < torch.arange(B, WHOLE + B, B)).all(0), torch.arange(0, WHOLE, B) < live)
 
 @pytest.mark.parametrize("family", tasks.FAMILIES)
 @pytest.mark.parametrize("split", ["train", "heldout"])
@@ -496,14 +511,18 @@ def test_the_lessons_example_of_y_and_y_star(monkeypatch):
 
 @pytest.mark.parametrize("method, threshold", [("cdlm", cdlm.THRESHOLD), ("dlm", None)])
 def test_settings_reach_the_decoder(toy, method, threshold):
-    def made(**changes):
-        settings = methods.settings(drafter=toy, **changes)
-        d = methods.make_engine(method, checkpoints.load(toy), settings, 3)
-        return d.kind, d.order, d.threshold, d.block_size, d.batch_size
-
-    kind = cdlm.METHODS[method]
-    assert made() == (kind, "first", threshold, B, 3)
-    assert made(order="surest", threshold=0.5, block_size=5) == (kind, "surest", 0.5, 5, 3)
+    target = checkpoints.load(toy)
+    plain = methods.make_engine(method, target, methods.settings(drafter=toy), 1)
+    assert (plain.order, plain.threshold, plain.block_size) == ("first", threshold, B)
+    assert plain.kind == cdlm.METHODS[method]
+    settings = methods.settings(drafter=toy, order="surest", threshold=0.5, block_size=5)
+    other = methods.make_engine(method, target, settings, 3)
+    assert (other.order, other.threshold, other.batch_size, other.block_size) == (
+        "surest",
+        0.5,
+        3,
+        5,
+    )
 
 
 @pytest.mark.parametrize("model, folder", [(TARGET, ""), ("smollm2", "smollm2/")])

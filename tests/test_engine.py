@@ -124,16 +124,17 @@ def test_a_seed_is_a_text(name, monkeypatch):
     """Greedy or sampled, whatever the method, the batch, the size of a block and the neighbours, which have
     other settings: token by token that of plain decoding. Rejection alone has other texts."""
     rounds = {sampling: [] for sampling in SETTINGS}
-    for batch, n, block, settings in ((1, 1, 4, SETTINGS[:2]), (20, 4, 16, SETTINGS)):
+    # Prompts of one token and of 40; the drafters learned the answers to all but the last by heart.
+    numbers = 5, 6, 7, 8, 10
+    for batch, which, block, settings in ((1, numbers[:1], 4, SETTINGS[:2]), (20, numbers, 16, SETTINGS)):
         monkeypatch.setattr(kv_cache, "BLOCK", block)
         engine = make(name, batch)
-        # Prompts of one token and of 40, which the drafters learned by heart.
-        asked = [ask(some(name, 12), sampling=sampling)[5 : 5 + n] for sampling in settings]
+        asked = [[ask(some(name, 12), sampling=sampling)[i] for i in which] for sampling in settings]
         got = iter(engine.generate(sum(asked, [])))
         for sampling in settings:
-            own = [*itertools.islice(got, n)]
-            want = plain(name, 12, 30, replace(sampling, rule="coupled"))[5 : 5 + n]
-            assert (ids_of(own) == want) == (sampling.rule != "rejection" or name in WALKED)
+            own = [*itertools.islice(got, len(which))]
+            want = plain(name, 12, 30, replace(sampling, rule="coupled"))
+            assert (ids_of(own) == [want[i] for i in which]) == (sampling.rule != "rejection" or name in WALKED)
             rounds[sampling] += steps_of(own)
         assert engine.cache.used == 0 and not engine.active
         # Drafters keep nothing of a request that has left.
@@ -148,9 +149,8 @@ def test_a_seed_is_a_text(name, monkeypatch):
     warm = -1 if name == "ngram" else 0 if name in RANDOM else 0.1
     for sampling, least in zip(SETTINGS, (greedy, warm, warm)):
         assert sum(s.accepted - least for s in rounds[sampling]) > 0
-    # Drafts are rejected, too; sampled ones at least, where a drafter knows all greedy answers by heart.
-    assert any(s.accepted < s.proposed for s in itertools.chain(*rounds.values()))
     steps = rounds[Sampling()]
+    assert any(s.accepted < s.proposed for s in steps)
     assert (name == "draft, copies") == any(s.lookup and s.drafted for s in steps) or name == "adaptive"
     if "stop" in made:  # ends where the drafter is unsure
         assert len({s.proposed for s in steps if 0 < s.position < 25}) > 1

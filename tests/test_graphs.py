@@ -122,13 +122,13 @@ STEPS = [
 ]
 
 
-@mock.patch.object(graphs, "CHUNK", 32)
-@mock.patch.object(att.make_plan, "__defaults__", (32, None))
 def replayed(steps, spoilt=lambda graphs: contextlib.nullcontext()):
-    """Every mix of phases through graphs and without: (number of graphs, names of different results). From
-    the second one on the graphs are `spoilt`. Lists are split at 32 entries, so that there are partial
-    results to merge."""
+    """Every mix of phases through graphs and without: (captures, sizes of graphs, names of different
+    results). From the second one on the graphs are `spoilt`. Lists are split at 32 entries, so that there are
+    partial results to merge."""
+    torch.manual_seed(0)
     model = toy_model(head_dim=16, n_layer=1)
+    sizes = set()
     wrong = set()
     with scattered():
         cache = KVCache(model.config, 320, spare=1)
@@ -139,6 +139,11 @@ def replayed(steps, spoilt=lambda graphs: contextlib.nullcontext()):
         return [model(x.tokens, x.positions, x.attend)]
 
     with contextlib.ExitStack() as stack:
+        capture = stack.enter_context(
+            mock.patch.object(graphs, "capture", mock.Mock(wraps=graphs.capture))
+        )
+        stack.enter_context(mock.patch.object(graphs, "CHUNK", 32))
+        stack.enter_context(mock.patch.object(att.make_plan, "__defaults__", (32, None)))
         run, eager = (
             graphs.Graphs(SimpleNamespace(warm_up=0.0), forward, cache, 4, 60, 20, scored=True) for _ in range(2)
         )
@@ -172,9 +177,10 @@ def replayed(steps, spoilt=lambda graphs: contextlib.nullcontext()):
             wrong |= {
                 name for name, a, b in pairs if a.shape != b.shape or not (a - b).abs().max() <= 1e-5
             }
+            sizes.add(min(size for size in graphs.SIZES if size >= len(want)))
             if i == 0:
                 stack.enter_context(spoilt(run))
-        return len(run.graphs), wrong
+        return capture.call_count, len(sizes), wrong
 
 
 class Forbidding(TorchDispatchMode):
@@ -212,13 +218,13 @@ def check_graphs():
             graph = references.Recorded(lambda: [function()])
             with pytest.raises(AssertionError, match="inside a graph"):
                 graph.replay()
-        assert (got := replayed(STEPS)) == (3, set()), got  # of 1, 4 and 8 rows
+        assert (got := replayed(STEPS)) == (3, 3, set()), got
 
 
 def check_graphs_that_are_not_cleared():
     """Pad rows that write to a slot of a request are noticed."""
     with torch.inference_mode():
-        assert "cache" in replayed(STEPS[:2], lambda run: mock.patch.dict(run.padding, new=0))[1]
+        assert "cache" in replayed(STEPS[:2], lambda run: mock.patch.dict(run.padding, new=0))[2]
 
 
 CHECKS = {

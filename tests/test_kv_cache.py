@@ -116,6 +116,15 @@ def test_a_text_that_is_alone_lies_together():
     assert kept.items() <= cache.names.items()
 
 
+def test_texts_beside_others_have_the_lowest_free_blocks():
+    """Few gaps are left, because attention of a batch reads neighbours at once, whosever they are."""
+    cache = PrefixCache(toy_model().config, 80)
+    blocks = [cache.open(4) for _ in range(3)]
+    cache.close(blocks[1])
+    more = Allocation(most=8)
+    assert cache.resize(more, 8) and more.table == [1, 3]
+
+
 @pytest.mark.parametrize("in_use", [True, False])
 def test_a_block_in_which_texts_part_is_copied(in_use):
     """Of a text that goes on, or one that has left; and what its owner, or the other text, writes behind the

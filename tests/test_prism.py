@@ -17,10 +17,11 @@ from minispec.core.engine import Engine
 from minispec.core.gpt import dense_attend  # noqa: F401  the page's code uses it
 from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request
+from minispec.core.scheduler import SyncScheduler
 from minispec.core.verify import draw, verify_tree
-from minispec.prism import PrismConfig, PrismTreeDrafter
+from minispec.prism import PrismConfig, PrismDrafter, PrismTreeDrafter
 
-ONE, TWO = toy_prism(step_map=(0,)), toy_prism()
+ONE, TWO = toy_prism(step_map=(0,)), toy_prism(step_map=(0, 1))
 
 
 # -- training equals drafting --------------------------------------------------------------------------------
@@ -80,7 +81,8 @@ def test_states_in_training_equal_states_in_drafting(step_map, layers):
 
 def test_gradients_reach_the_keys_and_values_of_every_step():
     attend = prism.unrolled_attend()
-    steps = [[torch.randn(1, 5, 2, 4, requires_grad=True) for _ in range(3)] for _ in range(2)]
+    steps = [[torch.randn(1, 5, 2, 4, generator=seeded(10 * i + j)).requires_grad_() for j in range(3)]
+             for i in range(2)]
     [attend(0, *some) for some in steps][1].sum().backward()
     inputs = [steps[1][0], *steps[0][1:], *steps[1][1:]]
     assert all(x.grad is not None and x.grad.abs().sum() > 0 for x in inputs)
@@ -133,30 +135,28 @@ def test_the_loss_is_a_divergence(ids):
 
 # -- the walk of a tree: chi-square over all outputs of two tokens -------------------------------------------
 
-DRAFT, PARENTS = [3, 2, 0, 0, 3, 2, 1], [0, 0, 0, 1, 1, 2, 2]
+def the_walk(draft, parents, p, coins):
+    """By choices that coins draw, one for each row."""
+    return verify_tree(draft, parents, draw(p, coins).tolist())
 
 
-def the_walk(p, coins):
-    """Of this tree, by choices that coins draw, one for each row."""
-    return verify_tree(DRAFT, PARENTS, draw(p, coins).tolist())
-
-
-def forgets_what_was_rejected(p, coins):
-    path, _ = the_walk(p, coins)
+def forgets_what_was_rejected(draft, parents, p, coins):
+    path, _ = the_walk(draft, parents, p, coins)
     return path, draw(p[path[-1] if path else 0], 1 - coins[-1]).item()
 
 
-def one_coin_for_all(p, coins):
-    return the_walk(p, coins[:1].expand(len(coins)))
+def one_coin_for_all(draft, parents, p, coins):
+    return the_walk(draft, parents, p, coins[:1].expand(len(coins)))
 
 
 @pytest.mark.parametrize("rule", [the_walk, forgets_what_was_rejected, one_coin_for_all])
 def test_the_walk_is_lossless_and_the_controls_are_not(rule):
     """A fixed tree of two levels on the Markov chain of test_specdiff.py."""
+    draft = [3, 2, 0, 0, 3, 2, 1]
 
     def judge(chains, q, p, coins):
-        path, token = rule(p[[V, *DRAFT]], coins[:8])
-        return [DRAFT[i - 1] for i in path], token
+        path, token = rule(draft, [0, 0, 0, 1, 1, 2, 2], p[[V, *draft]], coins[:8])
+        return [draft[i - 1] for i in path], token
 
     assert (chi_square_of(judge, 4, *table(), 2000)[0] > 1e-6) == (rule is the_walk)
 
@@ -193,6 +193,21 @@ def test_the_best_nodes_of_a_tree_include_their_ancestors(ties):
         nodes = [-1, *kept]
         assert all(row <= i and nodes[row] == parents[node] for i, (node, row) in enumerate(zip(kept, above)))
         assert sorted(scores[node] for node in kept) == sorted(scores)[-len(kept):]
+
+
+def test_a_drafter_keeps_states_of_committed_rows_alone(monkeypatch):
+    """A view of a whole forward would keep the rows of all requests until the drafter is asked again."""
+    kept = []
+
+    def observe(drafter, request, features, real=PrismDrafter.observe):
+        if request.generation.token_ids:                 # behind the prompt
+            kept.append((features.untyped_storage().nbytes(), features.nbytes))
+        real(drafter, request, features)
+
+    monkeypatch.setattr(PrismDrafter, "observe", observe)
+    engine = Engine(TARGET, lambda e: SyncScheduler(e, PrismDrafter(TWO, TARGET, 3), 3), 2)
+    engine.generate([Request([1, 2, 3], 12), Request([4, 5], 12)])
+    assert len(kept) > 4 and all(held == own for held, own in kept)
 
 
 def first_tree(prompt, stop):
@@ -263,8 +278,6 @@ def test_caches_hold_what_was_accepted_and_nothing_else(name):
         own = torch.cat(note.features)
         assert len(own) == n - m and (own - features[m:]).abs().max() < 1e-4
         if m:
-            # Behind the prompt: a view of a whole forward would keep the rows of all requests.
-            assert all(x.untyped_storage().nbytes() == x.nbytes for x in note.features)
             x = torch.tensor(r.tokens[1 : m + 1])
             cache = KVCache(drafter.config, m)
             drafter(1, x, features[:m], torch.arange(m), attend_alone(only_keys(cache, 0, m)))
@@ -275,15 +288,19 @@ def test_caches_hold_what_was_accepted_and_nothing_else(name):
 
 
 @torch.no_grad()
-def test_a_draft_step_reads_one_module():
-    drafter = toy_prism(step_map=(0, 1, 1, 2))
+@pytest.mark.parametrize(
+    "step_map, used",
+    [((0,), [0] * 6), ((0, 1), [0, 1, 1, 1, 1, 1]), ((0, 1, 1, 2), [0, 1, 1, 2, 2, 2])],
+)
+def test_a_draft_step_reads_one_module(step_map, used):
+    drafter = toy_prism(step_map=step_map)
     read = set()
     assert KVCache(drafter.config, 10).k.shape[0] == 1  # whatever M is
-    assert drafter.n_params() == 3 * ONE.n_params()
+    assert drafter.n_params() == (max(step_map) + 1) * ONE.n_params()
     for m in drafter.modules():
         if not list(m.children()):
             m.register_forward_hook(lambda m, *_: read.update(m.parameters()))
-    for step, module in enumerate([0, 1, 1, 2, 2, 2], 1):
+    for step, module in enumerate(used, 1):
         read.clear()
         attend = attend_alone(only_keys(KVCache(drafter.config, 2), 0, 2))
         drafter(step, torch.zeros(2, dtype=torch.long), torch.zeros(2, 32), torch.arange(2), attend)
@@ -292,7 +309,8 @@ def test_a_draft_step_reads_one_module():
 
 def test_the_stacked_arm_shares_no_cache_layer():
     stack = toy_prism(step_map=(0,), n_layer=2)
-    assert 1 < stack.n_params() / ONE.n_params() < 2
+    one = ONE.n_params()
+    assert one < stack.n_params() < 2 * one
     assert KVCache(stack.config, 4).k.shape[0] == 2
 
 

@@ -1,12 +1,11 @@
 """PillarAttn: which positions are selected, which of them a draft row reads, and that no key or value of
 sparse attention outlives a round; then the schedule."""
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import (Arbitrary, attend_alone, cached_kv, dies_after, fresh_kv, ids_of, refused,
-                      seeded, toy_model)
+from conftest import (Arbitrary, attend_alone, cached_kv, dies_after, fresh_kv, ids_of, only_keys,
+                      refused, seeded, toy_model)
 
 from minispec.core.attention import FullKeys, packed_attend
 from minispec.core.gpt import dense_attend
@@ -112,8 +111,9 @@ def about_to_select(select):
 @pytest.mark.parametrize("accepted", [0, 3, 8])
 def test_selection_is_topk_of_the_scores_per_layer_and_head(accepted, select):
     scheduler, request = about_to_select(select)
-    scores = torch.rand(2, 2, 80) ** 8
-    keys = SimpleNamespace(scores=scores)
+    keys = only_keys(KVCache(MODEL.config, 90), 71, 9, record=scheduler.record)
+    keys.scores.copy_(torch.rand(keys.scores.shape) ** 8)
+    scores = keys.scores[:, :, :80]
     if select == "ahead":
         request.state = SpecGenState(None, 0, memory=torch.rand(2, 2, 75) ** 8)
         scores = look_ahead(scores, request.state.memory)
@@ -121,6 +121,7 @@ def test_selection_is_topk_of_the_scores_per_layer_and_head(accepted, select):
     assert state.recent == accepted + 2
     want = scores[:, :, : 78 - accepted].topk(18 - accepted).indices.sort().values
     assert torch.equal(state.selected.sort().values, want)
+    assert not torch.equal(want[0, 0], want[1, 1])
     assert torch.equal(state.memory, scores)
 
 
@@ -185,6 +186,14 @@ def test_the_end_of_the_prompt_selects_for_the_first_round(chunk, cache):
     with torch.inference_mode():
         MODEL(torch.tensor(PROMPT[start:]), torch.arange(start, len(PROMPT)), attend_alone(want))
     assert (keys.scores - want.scores).abs().max() < 1e-4
+
+
+def test_cache_after_rounds_equals_a_dense_pass():
+    """Keys and values of all committed positions come from full attention."""
+    generation, scheduler = generate(k=8, sparsity=0.05, min_budget=4)
+    ids = (PROMPT + generation.token_ids)[:-1]  # committed = cached + 1
+    with torch.inference_mode():
+        assert (scheduler.final - fresh_kv(MODEL, ids)).abs().max() < 1e-4
 
 
 def test_a_prompt_reports_how_far_it_is_read():
@@ -260,7 +269,7 @@ def test_an_interrupt_waits_for_the_forward_before_blocks_are_free():
 # -- cost model ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [dict(k=0), dict(k=99), dict(sparsity=0.0)])
+@pytest.mark.parametrize("bad", [dict(k=0), dict(k=99), dict(sparsity=0.0), dict(sparsity=1.5)])
 def test_settings_out_of_range(bad):
     with refused("allowed is"):
         SpecGen(None, **bad)

@@ -3,12 +3,10 @@
 import os
 import subprocess
 import sys
-from unittest import mock
 
 import pytest
 import torch
-from conftest import (ROOT, TARGET, dies_after, log_of, refusal, run_script, seeded, table, toy_model,
-                      weights, words)
+from conftest import ROOT, TARGET, log_of, outcome, refusal, seeded, table, toy_model, weights, words
 
 import train_gpt
 from minispec.core import losses
@@ -19,9 +17,9 @@ from minispec.tools import training
 ARGS = "--size tiny --tokens 10e3 --max-length 256 --seed 7 --device cpu"
 
 
-def train(out, args):
-    """A training in this process."""
-    run_script(train_gpt, f"--out {out} {ARGS} {args}")
+def train(out, *args):
+    """A training in this process, and how it ended."""
+    return outcome(train_gpt, f"--out {out} {ARGS}", *words(*args))
 
 
 def test_sequences_are_seeded_and_begin_with_the_one_bos(tokenizer):
@@ -82,7 +80,7 @@ def test_attention_logits_are_clipped_head_by_head():
             return dense_attend()(layer, q, k, v)
 
         with torch.no_grad():
-            model(x, attend=attend)
+            model(x, torch.arange(50)[None], attend)
         return max(logits)
 
     train_gpt.clip_attention(model, x, 1e9)
@@ -91,8 +89,8 @@ def test_attention_logits_are_clipped_head_by_head():
     train_gpt.clip_attention(model, x, 2.0)
     train_gpt.clip_attention(model, x, 2.0)  # what later layers see has changed
     assert largest() < 2.2
-    # The rows of the values follow those of 4 query heads and 2 key heads of 8.
-    assert torch.equal(before[48:], model.blocks[0].qkv.weight[48:])
+    values = slice((4 + 2) * 8, None)
+    assert torch.equal(before[values], model.blocks[0].qkv.weight[values])
 
 
 # A training that stops itself after its first checkpoint.
@@ -108,14 +106,15 @@ HELD = """if True:
     train_gpt.main()"""
 
 
-def test_killed_training_resumes_to_the_same_weights_and_shares_its_folder_with_no_other(tmp_path, capsys):
+def test_killed_training_resumes_to_the_same_weights_and_shares_its_folder_with_no_other(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     settings = "--save-every 2"
     # Not a fork: stopped while it shows its progress, it would keep the lock of this process's progress bars.
     command = [sys.executable, "-c", HELD, *words(f"--out {parts} {ARGS} {settings}")]
     p = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        train(whole, settings)
+        done = train(whole, settings)
+        assert done.returncode == 0, done.stderr
         _, status = os.waitpid(p.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
         # It asks for a folder whose owner holds still.
@@ -124,19 +123,23 @@ def test_killed_training_resumes_to_the_same_weights_and_shares_its_folder_with_
     finally:
         p.kill()  # the lock file stays, and stops nobody
         p.communicate()
+    assert (parts / "lock").exists()
     assert len(log_of(parts)) < len(log_of(whole))
-    train(parts, settings)
-    assert "resuming at step" in capsys.readouterr().out
+    done = train(parts, settings)
+    assert done.returncode == 0 and "resuming at step" in done.stdout, done.stderr
     a, b = weights(whole), weights(parts)
     assert all(torch.allclose(a[n], b[n], atol=1e-5) for n in a)
     one, two = ([(r["step"], r["heldout"]) for r in log_of(folder)] for folder in (whole, parts))
     assert one == two and one[-1][1]["trace"] < one[0][1]["trace"]
+    assert "train_gpt.py --out" in (parts / "command.txt").read_text()
 
 
-def test_a_run_that_is_killed_at_its_last_file_has_the_others(tmp_path):
+def test_a_run_that_is_killed_at_its_last_file_has_the_others(tmp_path, monkeypatch):
     """Only resume.pt says that it is complete, and the same command then writes no file."""
-    with dies_after(0, torch, "save"), pytest.raises(KeyboardInterrupt):
-        train(tmp_path, "--tokens 2048")
+    def killed(*args):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(training.torch, "save", killed)
+    assert train(tmp_path, "--tokens 2048").returncode == 130
     assert not (tmp_path / "resume.pt").exists()
     assert "train_gpt.py --out" in (tmp_path / "command.txt").read_text()
 
@@ -156,11 +159,18 @@ def test_bad_input_is_one_line_and_leaves_nothing(toy, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def test_distillation_learns_the_teachers_distributions(tmp_path):
-    with mock.patch.object(train_gpt, "kl", wraps=train_gpt.kl) as kl:
-        train(tmp_path, f"--tokens 3e3 --teacher {TARGET}")
-    assert kl.call_count == log_of(tmp_path)[-1]["step"]
-    assert all(call.args[0].shape[1] == 2048 for call in kl.call_args_list)
+def test_distillation_learns_the_teachers_distributions(tmp_path, monkeypatch):
+    goals = []
+
+    def kl(goal, q, real=train_gpt.kl):
+        goals.append(goal.shape)
+        return real(goal, q)
+
+    monkeypatch.setattr(train_gpt, "kl", kl)
+    done = train(tmp_path / "x", f"--tokens 3e3 --teacher {TARGET}")
+    assert done.returncode == 0, done.stderr
+    steps = log_of(tmp_path / "x")[-1]["step"]
+    assert len(goals) == steps and all(shape[1] == 2048 for shape in goals)
 
 
 def test_muon_multiplies_in_the_fast_dtype(monkeypatch):

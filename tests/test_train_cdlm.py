@@ -14,15 +14,15 @@ import torch
 from conftest import (TARGET, dies_after, log_of, refusal, refused, run_script, same, save_toy_target,
                       seeded, table, toy_model, values, weights)
 from safetensors.torch import load_file, save_file
-from test_cdlm import MASK, PROMPTS, WHOLE as L, B, at, collected, decoded, dense, requests, said_by_decode
+from test_cdlm import MASK, PROMPTS, WHOLE as L, B, at, collected, decoded, dense, requests
 from test_cdlm import model, small_diffusion_blocks, trajectories  # noqa: F401  fixtures
 
+import decode
 import train_cdlm
 from minispec import cdlm
 from minispec.data import rollouts, tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import checkpoints
-from minispec.tools.files import read_json, write_json
 from minispec.tools.training import Optimizer
 
 STARTS = torch.arange(0, L, B)  # of the blocks of L slots
@@ -30,6 +30,12 @@ EOS = 45
 
 
 # -- losses (13, 14, 15) -------------------------------------------------------------------------------------
+
+
+def distillation(model, batch, k, reverse=False):
+    """Every block has lived k steps."""
+    k = (STARTS + k).expand(len(batch["live"]), -1)
+    return cdlm.distillation_loss(model, model.head.weight, batch, k, MASK, reverse)
 
 
 def consistency(model, batch, reverse=False):
@@ -106,11 +112,7 @@ def test_a_model_has_nothing_to_learn_from_its_own_last_step(model, reverse):  #
     """Trajectories of the model itself, block-causal: in a block's last step the only masked slot is
     predicted from the state in which it was revealed; earlier states know less."""
     own = train_cdlm.collect(cdlm.Decoder(model, MASK, batch_size=4, record=True), requests(length=L))
-    starts = STARTS.expand(4, -1)
-    last, middle, first = (  # every block has lived k steps
-        cdlm.distillation_loss(model, model.head.weight, own, starts + k, MASK, reverse)
-        for k in (7, 4, 0)
-    )
+    last, middle, first = (distillation(model, own, k, reverse) for k in (7, 4, 0))
     assert abs(last) < 1e-4
     assert first > middle > 10 * abs(last)
 
@@ -127,11 +129,12 @@ def test_dlm_loss_by_hand(model, trajectories, block_causal):  # 15
     rate = torch.tensor([0.25, 0.5, 0.75, 1.0])[:, None].expand(-1, L)
     masked = torch.rand(answer.shape, generator=seeded(3)) < rate
     mask = cdlm.block_causal if block_causal else cdlm.bidirectional
-    size = B if block_causal else L
     want = 0.0
     for row, prompt in enumerate(PROMPTS):
-        for block in range(L // size):
-            noisy = masked[row] & (torch.arange(L) // size == block)  # the other blocks are clean
+        for block in STARTS.tolist() if block_causal else [0]:
+            noisy = masked[row].clone()
+            if block_causal:  # the other blocks are clean
+                noisy &= torch.arange(L) // B == block // B
             logits = dense(model, prompt, answer[row].masked_fill(noisy, MASK).tolist(), mask)
             loss = torch.nn.functional.cross_entropy(logits, answer[row], reduction="none")
             want += (loss / rate[row])[noisy].sum().item() / L / 4
@@ -146,7 +149,7 @@ def test_dlm_loss_by_hand(model, trajectories, block_causal):  # 15
 def test_dlm_loss_of_a_uniform_model_is_log_v(trajectories, rates, block_causal):  # 15
     flat = toy_model(gain=0.0, n_layer=1)
     g = seeded()
-    big = {name: torch.cat([x] * 16) for name, x in trajectories.items()}
+    big = {name: x.repeat(16, *[1] * (x.ndim - 1)) for name, x in trajectories.items()}
     losses = [
         dlm_loss(flat, big, *rates(big["answer"], EOS, B, g), g, block_causal) for _ in range(30)
     ]
@@ -155,26 +158,33 @@ def test_dlm_loss_of_a_uniform_model_is_log_v(trajectories, rates, block_causal)
 
 # -- states --------------------------------------------------------------------------------------------------
 
-LENGTHS = torch.tensor([[17], [3], [27], [8]])  # of texts; one that fills its block ends in the next one
-ANSWERS = torch.where(torch.arange(L) < LENGTHS, 7, EOS)
+TEXTS = (17, 3, 27, 8)  # tokens of answers; a text that fills its block ends in the next one
 OPENED = [3, 1, 4, 2]  # blocks
 
 
-def test_student_rates():
-    assert cdlm.text_blocks(ANSWERS, EOS, B).tolist() == OPENED
+@pytest.fixture
+def answers():
+    answer = torch.full((4, L), EOS)
+    for row, n in enumerate(TEXTS):
+        answer[row, :n] = 7
+    return answer
+
+
+def test_student_rates(answers):
+    assert cdlm.text_blocks(answers, EOS, B).tolist() == OPENED
     assert cdlm.text_blocks(torch.full((1, L), 7), EOS, B).tolist() == [4]
-    rate, counted = cdlm.student_rates(ANSWERS, EOS, B, seeded())
+    rate, counted = cdlm.student_rates(answers, EOS, B, seeded())
     assert counted.sum(-1).tolist() == [B * n for n in OPENED]
     assert (rate.unflatten(1, (4, B)).diff() == 0).all()
     assert len(rate.unique()) == 16
 
 
-def test_teacher_rates():
+def test_teacher_rates(answers):
     seen = [set() for _ in OPENED]
     slots = torch.arange(L)
     g = seeded()
     for _ in range(60):
-        rate, counted = cdlm.teacher_rates(ANSWERS.repeat_interleave(2, 0), EOS, B, g)
+        rate, counted = cdlm.teacher_rates(answers.repeat_interleave(2, 0), EOS, B, g)
         assert counted[1::2].all()
         assert (rate[1::2] == rate[1::2, :1]).all()
         for row, (rates, block) in enumerate(zip(rate[::2], counted[::2])):
@@ -309,9 +319,11 @@ def recorded(folder):
 
 def test_all_stages_lower_their_losses(trained):
     teacher, student = (log_of(trained / stage) for stage in ("teacher", "student"))
-    for records in (teacher, student):
+    for stage, records in (("teacher", teacher), ("student", student)):
         assert [r["step"] for r in records] == [4, 8, 12]
         assert records[-1]["loss"] < records[0]["loss"]
+        assert "train_cdlm.py --out" in (trained / stage / "command.txt").read_text()
+        assert not list((trained / stage).glob("*.tmp"))
     assert student[-1]["heldout"] < student[0]["heldout"] < teacher[0]["heldout"]
 
 
@@ -342,7 +354,7 @@ def test_other_trajectories_of_the_same_teacher(trained, toy, tmp_path, capsys):
     assert not (tmp_path / "teacher").exists()
     assert "3 trajectories; 0% of the reveals" in capsys.readouterr().out
     # Flipped bits of a shard are no tokens.
-    file = tmp_path / "trajectories" / "00000.safetensors"
+    file = sorted((tmp_path / "trajectories").glob("*.safetensors"))[0]
     save_file(load_file(file) | {"tokens": load_file(file)["tokens"] + 2048}, file)
     with refused("trajectories: tokens of a shard are not in the vocabulary"):
         train(toy, tmp_path, f"{options} --name other")
@@ -367,7 +379,7 @@ def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path):
     kill_after(6, cdlm, "distillation_loss")
     assert len(log_of(tmp_path / "student")) == 1
     train(toy, tmp_path, "--weights 1 0.5 1")
-    for name in ("teacher/model", "student/model", "trajectories/00000", "trajectories/00001"):
+    for name in ("teacher/model", "student/model", *(f"trajectories/0000{i}" for i in range(2))):
         assert same(*(load_file(folder / f"{name}.safetensors") for folder in (trained, tmp_path))), name
     for stage in ("teacher", "student"):
         one, two = (
@@ -419,11 +431,8 @@ def other(tmp_path_factory):
 
 def test_a_target_that_knows_no_masks_is_trained_end_to_end(other, tmp_path, capsys):
     target, answers = other[0], shutil.copytree(other[1], tmp_path / "answers")
-
-    def run(more=""):
-        train(target, tmp_path, f"--answers {answers} --block-size 4 --prompts 100 {more}", gen_length=32)
-
-    run()
+    options = f"--answers {answers} --block-size 4 --prompts 100"
+    train(target, tmp_path, options, gen_length=32)
     # OUT/target: one token more, with the mean of the others as its embedding.
     old = checkpoints.load(target)
     new = checkpoints.load(tmp_path / "target")
@@ -435,33 +444,34 @@ def test_a_target_that_knows_no_masks_is_trained_end_to_end(other, tmp_path, cap
     data = recorded(tmp_path)
     assert 2 <= len(data["live"]) <= 24  # two of each of at most 12 prompts
     assert (data["tokens"] != 2048).all()
+    assert f"{len(data['live'])} trajectories; " in capsys.readouterr().out
     for stage in ("target", "teacher", "student"):
         tokenizer = Tokenizer.load(tmp_path / stage)
         assert tokenizer.mask_id == 2048
         assert tokenizer.chat_template == "{{ messages[0].content }}!"
     for stage in ("teacher", "student"):
-        log = log_of(tmp_path / stage)
-        assert len(log) == 3
-        assert all(math.isfinite(r["loss"] + r["heldout"]) for r in log)
+        assert len(log_of(tmp_path / stage)) == 3
+        assert all(math.isfinite(r["loss"] + r["heldout"]) for r in log_of(tmp_path / stage))
         assert checkpoints.load(tmp_path / stage).config.diffusion_block_size == 4
-    assert log[-1]["heldout"] < log[0]["heldout"]  # the student's
-    said, _ = said_by_decode(
-        tmp_path,
+    first, *_, last = log_of(tmp_path / "student")
+    assert last["heldout"] < first["heldout"]
+    run_script(
+        decode,
         f"--model {target} --method cdlm --drafter {tmp_path}/student --prompt 'Is 2 more?' "
-        "--max-new-tokens 32 --threshold 0",
+        f"--max-new-tokens 32 --threshold 0 --json {tmp_path}/o",
     )
-    assert 1 <= said["counts"]["forwards"] <= 8
-    run()
+    assert 1 <= json.loads((tmp_path / "o").read_text())["counts"]["forwards"] <= 8
+    train(target, tmp_path, options, gen_length=32)
     assert capsys.readouterr().out.count("is complete") == 2
     with refused("student/settings.json: the folder was begun with weights"):
-        run("--weights 1 0 0")
+        train(target, tmp_path, f"{options} --weights 1 0 0", gen_length=32)
     # The config of a teacher may name another end of text than the one that fills up the answers.
     file = tmp_path / "teacher" / "config.json"
-    write_json(file, read_json(file) | {"eos_token_id": 5})
-    run("--name other --steps 1")
+    file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": 5}))
+    train(target, tmp_path, f"{options} --name other --steps 1", gen_length=32)
     assert checkpoints.load(tmp_path / "other").config.eos_id == Tokenizer.load(target).ends[0]
     with refused(f"the teacher {TARGET} has another vocabulary than the target {target}"):
-        run(f"--teacher {TARGET}")
+        train(target, tmp_path, f"{options} --teacher {TARGET}", gen_length=32)
     # With other answers it does not go on.
     (file,) = answers.glob("train-*")
     more = load_file(file)
@@ -470,7 +480,7 @@ def test_a_target_that_knows_no_masks_is_trained_end_to_end(other, tmp_path, cap
             ids[0] += 1                                  # another prompt
     save_file(more, answers / "train-900-912.safetensors")
     with refused("begun with examples"):
-        run()
+        train(target, tmp_path, options, gen_length=32)
 
 
 # Arguments behind --target, part of the line.
@@ -545,20 +555,20 @@ def test_a_target_that_can_get_no_mask_token_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_tokenizer_without_added_tokens_gets_a_mask(other, tmp_path):
-    source = shutil.copytree(other[0], tmp_path / "target")
-    file = source / "tokenizer.json"
-    data = read_json(file)
+    shutil.copytree(other[0], tmp_path / "target")
+    file = tmp_path / "target" / "tokenizer.json"
+    data = json.loads(file.read_text())
     old, data["added_tokens"] = data["added_tokens"], []
-    write_json(file, data)
-    train_cdlm.with_mask(source, tmp_path / "masked")
-    (token,) = read_json(tmp_path / "masked" / "tokenizer.json")["added_tokens"]
+    file.write_text(json.dumps(data))
+    train_cdlm.with_mask(str(tmp_path / "target"), str(tmp_path / "masked"))
+    (token,) = json.loads((tmp_path / "masked" / "tokenizer.json").read_text())["added_tokens"]
     assert token["id"] == min(x["id"] for x in old) and set(token) <= set(old[0])
     # A token without weights keeps its number.
     data["added_tokens"] = [*old, {**old[0], "id": 2048, "content": "more"}]
-    write_json(file, data)
-    more = train_cdlm.with_mask(source, tmp_path / "more")
-    assert Tokenizer.load(more).mask_id == 2049
-    assert checkpoints.load(more).head.weight.shape[0] == 2050
+    file.write_text(json.dumps(data))
+    train_cdlm.with_mask(str(tmp_path / "target"), str(tmp_path / "more"))
+    assert Tokenizer.load(tmp_path / "more").mask_id == 2049
+    assert checkpoints.load(tmp_path / "more").head.weight.shape[0] == 2050
 
 
 def test_a_bug_while_recording_is_no_error_of_a_file(trained, toy, tmp_path):

@@ -18,7 +18,7 @@ from conftest import TARGET as SHIPPED
 from conftest import (dense_logits, dies_after, outcome, record_here, refusal, refused, run_script, same,
                       table, toy_model, train_toy, weights, words)
 from safetensors.torch import load_file
-from test_trained import TOYS
+from test_trained import toy_prism, toy_specdiff
 
 import decode
 import train_prism
@@ -57,14 +57,8 @@ def loaded(folder, out, kind="prism"):
 
 
 def write_rows(file, rows):
-    file.write_text(json.dumps(rows))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
-
-
-@pytest.fixture
-def asked(tmp_path):
-    """A file of prompts, some of which are held out."""
-    return write_rows(tmp_path / "asked.json", [{"prompt": f"Say {i}."} for i in range(60)])
 
 
 # -- a training and its folder -------------------------------------------------------------------------------
@@ -80,14 +74,17 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(kind, fold
         first, last = first["greedy"], last["greedy"]
     assert log[-1]["loss"] < 0.9 * log[0]["loss"]
     assert 1 <= first < last <= 6
+    shards = {file: file.stat().st_mtime for file in (folder / "greedy").glob("*-0-*.safetensors")}
+    assert {file.stem for file in shards} == {"train-0-24", "heldout-0-4"}
 
     killed(folder, f"{kind}-parts", command, kind=kind)
+    capsys.readouterr()
     again = train(folder, f"{kind}-parts", command, kind=kind)
     assert "resuming at step 6" in capsys.readouterr().out
     assert same(weights(folder / f"{kind}-whole"), weights(folder / f"{kind}-parts"))
-    for row in log + again:
-        del row["seconds"]
-    assert log == again
+    assert [{**row, "seconds": 0} for row in log] == [{**row, "seconds": 0} for row in again]
+    assert all(time == file.stat().st_mtime for file, time in shards.items())  # made once
+    assert f"train_{kind}.py --target" in (folder / f"{kind}-whole" / "command.txt").read_text()
     assert before == (folder / "target" / "model.safetensors").read_bytes()
 
 
@@ -157,31 +154,33 @@ def test_a_resumed_training_keeps_its_draft_vocabulary(folder, monkeypatch):
     assert torch.equal(own.head.weight, head.to(own.head.weight.dtype))
 
 
-# Kind, name, options of the training, the numbers of modules and of their layers (specdiff: whether it reads
-# states, and the size of its draft vocabulary), method, options of decoding.
+# Kind, name, options of the training, method, options of decoding.
 VARIANTS = """
-prism | ttt1 | --arm ttt1 | 1, 1 | eagle |
-prism | prism2 | --arm prism2 | 2, 1 | prism | --tree 12
-prism | prism3 | --arm prism3 | 3, 1 | prism |
-prism | stack2 | --arm stack2 | 1, 2 | eagle | --tree 12
-specdiff | kl | | true, 0 | specdiff |
-specdiff | mdlm | --objective mdlm --blind | false, 0 | specdiff | --rule walk
-specdiff | ce | --objective ce --draft-vocab 500 | true, 500 | specdiff | --k 6 --rule selection --k-drafts 4
-specdiff | streak | --objective streak | true, 0 | specdiff |
-specdiff | log-streak | --objective log-streak | true, 0 | specdiff |
-specdiff | streak-rs | --objective streak-rs | true, 0 | specdiff | --k-drafts 3 --draft-temperature 0.7
+prism | ttt1 | --arm ttt1 | eagle |
+prism | prism2 | --arm prism2 | prism | --tree 12
+prism | prism3 | --arm prism3 | prism |
+prism | stack2 | --arm stack2 | eagle | --tree 12
+specdiff | kl | | specdiff |
+specdiff | mdlm | --objective mdlm --blind | specdiff | --rule walk
+specdiff | ce | --objective ce --draft-vocab 500 | specdiff | --k 6 --rule selection --k-drafts 4
+specdiff | streak | --objective streak | specdiff |
+specdiff | log-streak | --objective log-streak | specdiff |
+specdiff | streak-rs | --objective streak-rs | specdiff | --k-drafts 3 --draft-temperature 0.7
 """
 
 
-@pytest.mark.parametrize("kind, name, options, made, method, shape", table(VARIANTS))
-def test_every_variant_trains_and_decodes(kind, name, options, made, method, shape, folder, capsys):
+@pytest.mark.parametrize("kind, name, options, method, shape", table(VARIANTS))
+def test_every_variant_trains_and_decodes(kind, name, options, method, shape, folder, capsys):
     log = train(folder, name, f"{options} --tokens 1500", kind=kind)
     assert math.isfinite(log[-1]["loss"])
     c = loaded(folder, name, kind).config
-    settings = ("n_modules", "n_layer") if kind == "prism" else ("reads", "draft_vocab")
-    assert [getattr(c, setting) for setting in settings] == json.loads(f"[{made}]")
-    run_script(decode, f"--model {folder}/target --method {method} --drafter {folder}/{name} {shape} "
-               "--prompt x --max-new-tokens 16 --compare")
+    if kind == "prism":
+        modules = max(train_prism.ARMS[name][0]) + 1
+        assert (c.n_modules, c.n_layer) == (modules, 2 if name == "stack2" else 1)
+    else:
+        assert (c.reads, c.draft_vocab) == (name != "mdlm", 500 if name == "ce" else 0)
+    models = f"--model {folder}/target --method {method} --drafter {folder}/{name}"
+    run_script(decode, f"{models} {shape} --prompt x --max-new-tokens 16 --compare")
     shown = capsys.readouterr().out
     assert "output: identical to autoregressive" in shown and "16 tokens" in shown
 
@@ -206,6 +205,8 @@ def test_a_drafter_starts_from_another(folder):
     head = loaded(folder, "one").bank[0]
     assert (made.config.n_layer, made.config.reads) == (2, True)
     assert torch.equal(made.join.weight, head.join.weight)
+    assert torch.equal(made.blocks[0].qkv.weight, head.blocks[0].qkv.weight)
+    assert not made.blocks[1].out.weight.any() and not made.blocks[1].down.weight.any()
     for kind, init, message in table("""
         prism | one --arm stack2 | has n_layer 1; this training needs 2
         prism | one --last-layer | has feature_layers (0, 1); this training needs ()
@@ -235,91 +236,103 @@ def test_a_training_by_the_clock_ends_with_a_checkpoint(folder):
     log = train(folder, "clock", f"--minutes 0.0001 --responses {folder}/clocked")
     assert [row["step"] for row in log] == [1]
     assert (folder / "clock" / "command.txt").exists()
+    assert [*(folder / "clocked").glob("train*")]
 
 
 def test_a_training_by_the_clock_goes_on(folder, monkeypatch):
     """It asks for no more answers, also if it has no checkpoint yet."""
-    command = "--minutes 60 --tokens 4000 --save-every 1"
-    noted = mock.Mock(wraps=record_here)
+    command, minutes = "--minutes 60 --tokens 4000 --save-every 1", []
+    noted = lambda command, **kw: minutes.append(command[-1]) or record_here(command, **kw)
     monkeypatch.setattr("conftest.record_here", noted)
     with dies_after(0, drafter_files, "save_drafter"), pytest.raises(KeyboardInterrupt):
         train(folder, "later", command)
     assert len(train(folder, "later", command)) > 1
-    assert [call.args[0][-1] for call in noted.call_args_list] == ["30.0", "0"]
+    assert minutes == ["30.0", "0"]
 
 
-def test_answers_are_recorded_by_a_process_of_their_own(folder, asked):
-    run_script(train_prism, f"--target {folder}/target --responses {folder}/apart --prompt-file {asked} "
+def test_answers_are_recorded_by_a_process_of_their_own(folder):
+    write_rows(folder / "p.jsonl", [{"prompt": f"one {i}"} for i in range(30)])
+    command = (f"--target {folder}/target --responses {folder}/apart --prompt-file {folder}/p.jsonl "
                f"--prompts 6 --heldout 2 --max-new-tokens 8 --tokens 300 --device cpu --out {folder}/apart")
+    assert outcome(train_prism, command).returncode == 0
     assert (folder / "apart" / "train-0-6.safetensors").exists()
 
 
 # -- answers -------------------------------------------------------------------------------------------------
 
 
-def test_data_prefixes_are_nested_and_answers_belong_to_their_target(folder, tmp_path, asked):
+def test_data_prefixes_are_nested_and_answers_belong_to_their_target(folder, tmp_path):
     ids = {}
     for n in (10, 14):
         train(folder, f"prompts{n}", f"--tokens 100 --prompts {n} --responses {folder}/r2")
         shard = load_file(folder / "r2" / f"train-0-{n}.safetensors")
         ids[n] = [shard[f"{i}.ids"].tolist() for i in range(n)]
     assert ids[14][:10] == ids[10]
+    other = write_rows(tmp_path / "p.jsonl", [{"prompt": f"Say {i}."} for i in range(20)])
     few = write_rows(tmp_path / "few.jsonl", [{"prompt": f"Say {i}."} for i in range(4)])
     more = f"--prompts 10 --responses {folder}/grown --prompt-file {few}"
     train(folder, "grown", f"--tokens 100 {more}")
-    few.write_text(asked.read_text())
+    few.write_text(other.read_text())
     with refused("holds other texts"):
         train(folder, "grown", f"--tokens 100 {more}")
-    with refused("with max_new_tokens 24, not 9; use another folder or the same settings"):
-        train(folder, "wrong", f"--prompts 10 --responses {folder}/r2 --max-new-tokens 9")
+    for options, message in table(f"""
+        --max-new-tokens 9 | with max_new_tokens 24, not 9; use another folder or the same settings
+        --prompt-file {other} | holds other texts; use another folder for the answers
+    """):
+        with refused(message):
+            train(folder, "wrong", f"--prompts 10 --responses {folder}/r2 {options}")
 
 
-def test_given_answers_are_read_and_trained_on(folder, tmp_path, capsys, tokenizer, asked):
+def test_given_answers_are_read_and_trained_on(folder, tmp_path, capsys, tokenizer):
     rows = [{"prompt": f"one {i}", "answer": f"two {i} three"} for i in range(20)]
     where = f"--tokens 300 --responses {folder}/r3 --given"
     train(folder, "given", where, write_rows(tmp_path / "g.jsonl", rows))
     read = [row for row in rows if not tasks.is_heldout(row["prompt"] + "\n")]
     assert f"{24 + len(read)} texts" in capsys.readouterr().out
-    text, *_ = recorded.texts_of(folder / "r3" / f"given-0-{len(read)}.safetensors")
+    states = load_file(folder / "r3" / f"given-0-{len(read)}.safetensors")
     target = checkpoints.load(folder / "target", "cpu", training.fast_dtype("cpu"))
     prompt = tokenizer.prompt_ids(read[0]["prompt"] + "\n")
     answer = tokenizer.encode(read[0]["answer"]) + [target.config.eos_id]
     want = rollouts.read(target, prompt, answer, 1)
-    assert same(text, want)
+    assert all(torch.equal(states[f"0.{name}"], want[name]) for name in recorded.Batch._fields)
     # A text ends with the target's context.
     long = rollouts.read(target, prompt, [1] * 600, 1)
     assert [len(x) for x in long.values() if x.dim()] == [512] * (len(long) - 1)
     # Other texts, as many: the states in the folder are not theirs.
     others = write_rows(tmp_path / "h.jsonl", [{**row, "answer": "four"} for row in rows])
-    for file, message in ((others, "holds other texts"), (asked, "prompt 1 has no answer")):
+    empty = write_rows(tmp_path / "i.jsonl", [{"prompt": "one"}])
+    for file, message in ((tmp_path / "not there", "cannot read"), (others, "holds other texts"),
+                          (empty, "prompt 1 has no answer")):
         with refused(message):
             train(folder, "given2", where, file)
     args = argparse.Namespace(given=tmp_path / "g.jsonl", max_new_tokens=9, target="small")
+    small = mock.Mock(**{"config.vocab_size": 3})
     with refused("has tokens for which small has no weights"):
-        rollouts.given(args, toy_model(vocab=9), tokenizer)
+        rollouts.given(args, small, tokenizer)
 
 
 def test_files_of_prompts_come_in_turn_instead_of_own_ones(tmp_path):
-    texts = [f"a {i}" for i in range(40)], [f"b {i}" for i in range(10)]
-    files = [write_rows(tmp_path / some[0], [{"prompt": x} for x in some]) for some in texts]
+    texts = {name: [f"{name} {i}" for i in range(n)] for name, n in (("a", 40), ("b", 10))}
+    files = [str(write_rows(tmp_path / name, [{"prompt": x} for x in some])) for name, some in texts.items()]
     own = [f"own {i}" for i in range(100)]
-    prompts = lambda split: [x.strip() for x in rollouts.prompts_of(files, split, own)]
-    # a 0, b 0, a 1, b 1, ..
-    turns = [x for some in itertools.zip_longest(*texts) for x in some if x]
+    prompts = lambda split: [x.strip() for x in rollouts.prompts_of(files, split, iter(own))]
+    turns = [x for some in itertools.zip_longest(*texts.values()) for x in some if x]
+    assert turns[:4] == ["a 0", "b 0", "a 1", "b 1"]
     train, heldout = prompts("train"), prompts("heldout")
     assert train == [x for x in turns if x in train]
     # each once
     assert sorted(train + heldout) == sorted(turns) and len(heldout) > 5
     # Own prompts are split like those of a file, which end with a newline.
     kept = [x for x in own if not tasks.is_heldout(x + "\n")]
-    assert [*rollouts.prompts_of([], "train", own)] == kept
+    assert [*rollouts.prompts_of([], "train", iter(own))] == kept
 
 
 def test_a_prompt_longer_than_the_context_is_left_out(folder, tmp_path, capfd):
     """And a line says how many."""
     rows = [{"prompt": f"{i} " + "word " * (900 if i % 3 == 0 else 3)} for i in range(60)]
     record(folder, tmp_path / "r", write_rows(tmp_path / "p.jsonl", rows), 12)
-    assert "train prompts of 512 tokens or more are left out" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "train prompts of 512 tokens or more are left out" in said
     texts = recorded.texts_of(tmp_path / "r" / "train-0-12.safetensors")
     assert len(texts) == 12 and max(len(text["ids"]) for text in texts) < 100
 
@@ -331,9 +344,10 @@ def record(folder, out, prompts, n, *args):
 
 
 def test_prompts_of_which_none_is_held_out_are_refused_before_the_answers(folder, tmp_path):
-    rows = [{"prompt": tasks.make("arith", i, "train").prompt} for i in range(40)]
+    some = [f"Is {i} odd?" for i in range(40) if not tasks.is_heldout(f"Is {i} odd?\n")]
+    file = write_rows(tmp_path / "p.jsonl", [{"prompt": text} for text in some])
     with refused("no prompt is held out"):
-        record(folder, tmp_path / "r", write_rows(tmp_path / "p.json", rows), 4)
+        record(folder, tmp_path / "r", file, 4)
     assert os.listdir(tmp_path / "r") == ["settings.json"]
 
 
@@ -379,9 +393,10 @@ def test_texts_are_padded_on_the_right_and_read_when_they_are_needed():
     assert learned["n"] == pytest.approx(12 / 5)
 
 
-def test_processes_share_the_shards(folder, tmp_path, monkeypatch, asked):
+def test_processes_share_the_shards(folder, tmp_path, monkeypatch):
     """Every N-th is one process's; together they write what one alone would."""
     monkeypatch.setattr(rollouts, "SHARD", 4)
+    asked = write_rows(tmp_path / "p.jsonl", [{"prompt": f"{i} word"} for i in range(60)])
     files = []
     for part in ("0/2", "1/2", "0/1"):
         record(folder, tmp_path / part[-1], asked, 14, f"--part {part}")
@@ -438,17 +453,18 @@ def qwen3(tmp_path_factory):
     return folder
 
 
-def test_prompts_keep_the_date_of_their_folder(qwen3, tmp_path, asked):
+def test_prompts_keep_the_date_of_their_folder(qwen3, tmp_path):
     """Templates of Llama 3 name today's date, and a training goes on the next day: the date is that of the
     folder's settings, as an older one shows."""
     shutil.copytree(qwen3, tmp_path / "target")
     dated = "{{ strftime_now('%Y') }} " + CHAT
     (tmp_path / "target" / "tokenizer_config.json").write_text(json.dumps({"chat_template": dated}))
-    record(tmp_path, tmp_path / "r", asked, 4)
-    record(tmp_path, tmp_path / "r", asked, 4)
+    prompts = write_rows(tmp_path / "p.jsonl", [{"prompt": str(i)} for i in range(40)])
+    record(tmp_path, tmp_path / "r", prompts, 4)
+    record(tmp_path, tmp_path / "r", prompts, 4)
     os.utime(tmp_path / "r" / "settings.json", (0, 0))
     with refused("holds other texts"):
-        record(tmp_path, tmp_path / "r", asked, 4)
+        record(tmp_path, tmp_path / "r", prompts, 4)
 
 
 @pytest.fixture
@@ -500,6 +516,7 @@ def test_prompts_that_the_target_writes(qwen3, short_turns, monkeypatch, tmp_pat
     monkeypatch.setattr(magpie, "_write", lambda *args: ["Hi, you!", "Hi, you!", ""])
     assert first(tmp_path, 8) == some
     (tmp_path / "more").mkdir()
+    assert first(tmp_path / "more", 1) == ["Hi, you!"]
     assert first(tmp_path / "more", 2) == ["Hi, you!"]  # the next shard has no new one
     (tmp_path / "none").mkdir()
     monkeypatch.setattr(magpie, "_write", lambda *args: [""])
@@ -517,7 +534,6 @@ prism | --arm ttt9 | invalid choice
 prism | --unroll 0 | unroll 0 is out of range; allowed is 1 or more
 prism | --unroll 33 | unroll 33 is out of range; allowed is 1 to 32 draft steps
 prism | --prompt-file none.jsonl | cannot read none.jsonl: No such file
-prism | --given none.jsonl | cannot read none.jsonl: No such file
 prism | --minutes -1 | minutes -1.0 is out of range
 prism | --minutes 0 | minutes must be above 0, got 0
 prism | --target nowhere | cannot read nowhere/config.json
@@ -557,7 +573,8 @@ specdiff | --model {SHIPPED} | d_model of the drafter must be 256 as in the targ
 @pytest.mark.parametrize("kind, args, message", table(BAD_DECODING))
 def test_bad_input_of_decoding_is_one_line(kind, args, message, folder):
     target = checkpoints.load(folder / "target")
-    save_drafter(TOYS[kind](target), folder / "random", target)
+    toy = toy_prism if kind == "prism" else toy_specdiff
+    save_drafter(toy(target), folder / "random", target)
     usual = f"--model {folder}/target --method {kind} --drafter {folder}/random --prompt x"
     assert message in refusal(decode, f"{usual} {args}")
 

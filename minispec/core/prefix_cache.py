@@ -28,7 +28,7 @@ class PrefixCache(KVCache):
         return super().used - len(self.idle) * self.block
 
     def _take(self, n, blocks):
-        """First free blocks, then those that were left without users first."""
+        """Neighbours; or first free blocks, then those that were left without users first."""
         taken = self._neighbours(n, blocks) or sorted([*sorted(self.free_blocks), *self.idle][:n])
         for block in taken:
             if block in self.idle:
@@ -41,20 +41,23 @@ class PrefixCache(KVCache):
 
     def _neighbours(self, n, blocks):
         """n blocks for a text that is alone, because attention reads neighbours as one matrix: those behind its
-        last block, or the first of a run that has room for all of it. None if there are none, if other texts
-        have blocks, or if texts that have left would lose some although all of it fits into free blocks."""
-        age = {block: i for i, block in enumerate(self.idle, 1)}               # the oldest first
-        age |= dict.fromkeys(self.free_blocks, 0)
-        if len(age) + len(blocks.table) < self.n_blocks:
-            return None
-        size, starts = max(n, blocks.most), sorted(age)
+        last block, or the first of a run that has room for all of it. Nothing if there are none, if others
+        have blocks, or if texts that have left would lose some although free ones are enough."""
+        if len(self.free_blocks) + len(self.idle) + len(blocks.table) < self.n_blocks:
+            return []
+        age = dict.fromkeys(self.free_blocks, 0)
+        age |= {block: i for i, block in enumerate(self.idle, 1)}              # the oldest first
+        most = max(n, blocks.most)
         if blocks.table:
-            size, starts = n, [blocks.table[-1] + 1]
-        runs = [range(start, start + size) for start in starts]
+            end = blocks.table[-1] + 1
+            runs = [range(end, end + n)]
+        else:
+            runs = [range(start, start + most) for start in sorted(age)]
+        # The run whose newest block has been left for longest.
         newest = {run: max(map(age.get, run)) for run in runs if age.keys() >= set(run)}
-        run = min(newest, key=newest.get, default=None)
-        if run is None or newest[run] and max(n, blocks.most) <= len(self.free_blocks):
-            return None
+        run = min(newest, key=newest.get, default=())
+        if run and newest[run] and most <= len(self.free_blocks):
+            return []
         return [*run[:n]]
 
     def _give_back(self, block):
