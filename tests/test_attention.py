@@ -160,6 +160,7 @@ def test_prompts_and_long_contexts_in_bf16_are_read_by_products(rows, monkeypatc
         pytest.skip("this processor has no bf16 products")
     monkeypatch.setattr(attention, "FEW", 16)
     monkeypatch.setattr(cpu, "MANY_KEYS", 24)
+    monkeypatch.setattr(cpu, "INTEL", False)
     model = toy_model().bfloat16()
     ids = random_ids(40)
     want = dense_logits(model.float(), ids)
@@ -170,6 +171,9 @@ def test_prompts_and_long_contexts_in_bf16_are_read_by_products(rows, monkeypatc
     assert (got.float() - want).abs().max() < 0.05 * want.abs().max()
     for few, length, faster in ((True, 24, False), (True, 25, True), (False, 9, True)):
         assert cpu.products_are_faster(cache.k, few, length) == faster
+        monkeypatch.setattr(cpu, "INTEL", True)
+        assert not cpu.products_are_faster(cache.k, few, length)
+        monkeypatch.setattr(cpu, "INTEL", False)
 
 
 @pytest.mark.parametrize("sizes", [(24,), (24, 24), (9, 13, 17)])
