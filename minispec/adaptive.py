@@ -54,7 +54,7 @@ class Adaptive(Drafter):
         self.counts = defaultdict(zeros)                 # drafter -> accepted, verified drafts
         self.history = defaultdict(partial(defaultdict, zeros))          # the same by request
         self.drafted = {}                                # request -> [(drafter, drafts, tokens before them)]
-        self.promises = {}                               # request -> {drafter: drafts, tokens, tokens/s}
+        self.promises = {}                               # request -> {drafter: [drafts, tokens, tokens/s]}
         self.prices, self.read = cache(self._prices), cache(cost.read)
 
     def propose(self, requests, limits):

@@ -301,8 +301,8 @@ def observed_cells(traces, cost, runs):
         speed changed between pricing and running; "speedup_error", modelled / observed speed-up - 1, does not
     above: observed seconds / the least seconds of the optimum (of all drafters for the combined method). 1.5:
         the engine took 50 % longer than the best rounds would; below 1 the model or the bound is wrong"""
-    # Answers of diffusion models are their own, and traces are greedy.
-    runs = [r for r in runs if r["identical"] is not None and not r.get("temperature")]
+    # Traces are greedy.
+    runs = [r for r in runs if not r.get("temperature")]
     by_id = {t.id: t for t in traces}
     cells = []
     for plain in (r for r in runs if r["method"] == "ar"):

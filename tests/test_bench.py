@@ -196,8 +196,8 @@ def measured(tmp_path_factory):
     patch.setattr(results, "FOLDER", str(folder))
     patch.setattr(measure, "LARGE", 1 << 16)
     patch.setattr(measure, "BATCHES", {"small": [100]})
-    patch.setattr(run, "SMALL", replace(run.SMALL, new=12, traced=2, repeats=1, batches={1: 2, 4: 2},
-                                        mixed={1: 2, 4: 2}, sampled={1: 2}))
+    patch.setattr(run, "SMALL", replace(run.SMALL, new=12, traced=4, repeats=1, batches={1: 2, 4: 4},
+                                        mixed={1: 2, 4: 4}, sampled={1: 2}))
     patch.setattr(tasks, "FAMILIES", ("revise",))
     patch.setattr(methods, "ready", lambda settings: ["ngram"])
     out = {"profile": run.profile(args, model, tokenizer)}
@@ -228,7 +228,7 @@ def test_the_studies_fit_together(measured):
         assert len(r["ids"]) == len(r["rates"]) == r["prompts"]
     sampled = [(r["workload"], r["batch"], r["method"]) for r in rows if r["temperature"]]
     assert sampled.count(("mixed, T = 0.7", 1, "ngram")) == 1
-    assert len(traces.read_traces(folder / "traces.jsonl")) == 2
+    assert len(traces.read_traces(folder / "traces.jsonl")) == 4
     alone = [[r["method"], r["workload"]] for r in out["speed"]["rows"] if r["batch"] == 1]
     assert alone == table("""
         ar       | revise

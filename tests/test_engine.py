@@ -269,6 +269,13 @@ def test_segments_of_a_left_stream_get_no_verdict():
     assert waited > 0
 
 
+@pytest.mark.parametrize("size", ["batch_size", "cache_tokens", "prefill_chunk"])
+def test_sizes_below_one_are_refused(size):
+    """With a batch or a chunk of 0 no request would ever end."""
+    with refused(f"{size} must be 1 or more, got 0"):
+        Engine(TARGET, SyncScheduler, **{size: 0})
+
+
 def test_one_stream_at_a_time_and_a_request_in_one_only():
     engine, other = make("ar"), make("ar")
     request = Request([1, 2, 3], 40)

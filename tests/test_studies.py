@@ -295,6 +295,9 @@ def test_tau_is_tokens_per_round_next_to_eagles(monkeypatch, shipped):
     own, base = np.array([[20, 10], [60, 10]]), np.array([[10, 10], [30, 10]])
     figures = drafters.figures(own, base)
     assert (figures["tau"], figures["ratio"], figures["ratio_range"]) == (4, 2, [2, 2])
+    # An answer of one token has no round.
+    none = np.array([[0, 0]])
+    assert drafters.figures(np.append(own, none, 0), np.append(base, none, 0)) == figures
 
 
 def test_drafters_of_both_kinds_are_compared_on_the_same_prompts(toy, tmp_path, monkeypatch):
@@ -359,8 +362,9 @@ def test_a_real_models_greedy_answers_end_before_they_loop(monkeypatch, shipped)
     lengths, note = run.before_loops({"a": 0, "b": 1}, tokenizer, constant, args, 30)
     assert lengths == {"a": 10, "b": 6}
     assert "1 of 2 greedy answers" in note and "after 10 tokens" in note
-    # Traces and prices are of the same answers.
+    # Traces and prices are of the same answers, decoded one at a time, too.
     monkeypatch.setattr(methods, "chain_drafters", lambda *_: {})
+    monkeypatch.setattr(run, "engine_of", lambda *some: results.engine_of(*some) if some[-1] == 1 else None)
     _, some = run.traces_of(args, constant, tokenizer, run.Size(30, 1, {}, {}, {}, 4, {}), 1)
     assert [t.n_out for t in some] == [10, 6]
 
@@ -373,6 +377,8 @@ def test_mixtures_have_as_many_problems_of_each_workload(how, workloads):
     ids = [f"{w}/{i}" for i in range(how.traced) for w in range(workloads)]
     mixed = [own for name, _, own, _ in run.cells_of(ids, how, {}) if name.startswith("mixed")]
     assert len(mixed) == len(how.mixed) + len(how.sampled)
+    few = run.cells_of(ids[:6], how, {})
+    assert "mixed" in {name for name, *_ in few} and all(len(own) >= batch for _, batch, own, _ in few)
     assert how.traced <= run.PRICED  # no problem has fitted the prices
     for own in mixed:
         assert len({sum(i.startswith(f"{w}/") for i in own) for w in range(workloads)}) == 1
@@ -430,7 +436,7 @@ def test_a_methods_drafts_are_those_of_its_batch_in_the_price_table(shipped, mon
     monkeypatch.setattr(run, "read_costs", lambda path: {"about": {"best_k": best_k}})
     monkeypatch.setattr(run, "time_interleaved", build_all)
     monkeypatch.setattr(run, "rows_of", lambda *_: [])
-    how = run.Size(8, 1, {1: 1}, {8: 2}, {}, 4, {})
+    how = run.Size(8, 2, {1: 1}, {8: 12}, {}, 4, {})
     run.observe("run", quick_settings(cost=TARGET), *shipped, how, ["ngram", *methods.TRAINED])
     in_batch = {name: k for name, batch, k in asked if batch == 8}
     assert in_batch == {"ar": 0, "ngram": 5, **trained}

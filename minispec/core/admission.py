@@ -13,7 +13,7 @@ The length of a chain of thought is not known beforehand. Policies:
 The oldest request always continues, so every request ends. The youngest leaves first and the last to leave
 comes back first, so the requests on the host are a stack, and service is in order of age. No request leaves
 before the verdict on its last verification (delayed verification), because the verdict determines how much of
-its cache is valid. The cache hands out whole blocks (kv_cache.py), so all sizes are multiples of a block.
+its cache is valid. The cache hands out whole blocks (kv_cache.py).
 """
 from minispec.core.kv_cache import Allocation, whole_blocks
 

@@ -48,12 +48,16 @@ class Engine:
 
     batch_size: requests decoded together. cache_tokens: slots of the pool (default: the slots of the largest
     request of a `stream`, times the number of requests decoded together). prefill_chunk: most prompt tokens
-    of a request in one iteration. admission: see admission.py.
+    of a request in one iteration. admission: see admission.py. ValueError if one of the sizes is below 1.
     """
     verify = staticmethod(verify)                        # a study may put another rule in its place
 
     def __init__(self, model, scheduler, batch_size=8, cache_tokens=None, prefill_chunk=512,
                  admission="reserve"):
+        sizes = {"batch_size": batch_size, "cache_tokens": cache_tokens, "prefill_chunk": prefill_chunk}
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise ValueError(f"{name} must be 1 or more, got {size}")
         self.model = model
         self.batch_size = batch_size
         self.prefill_chunk = prefill_chunk

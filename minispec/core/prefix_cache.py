@@ -1,8 +1,9 @@
 """Texts that begin alike share the blocks of their common beginning (prefix caching, as in vLLM).
 
 A full block is found by its tokens and the block before it, and counts its users. A block without users keeps
-its content until the room is needed; the block that lost its last user first is reused first. Shared blocks
-are never written. The block in which two texts part, or one ends, is copied.
+its content until the room is needed; the block that lost its last user first is reused first, but a text
+that is alone takes blocks that are neighbours. Shared blocks are never written. The block in which two texts
+part, or one ends, is copied.
 """
 import itertools
 import os
@@ -19,7 +20,7 @@ class PrefixCache(KVCache):
         self.users = Counter()                           # how many requests have each block
         self.names = {}                                  # (name of the block before, tokens) -> (name, block)
         self.named = {}                                  # block -> its key in `names`
-        self.begun = {}                                  # block that is not full -> the same
+        self.begun = {}                                  # block that was not full -> the same
         self.idle = OrderedDict()                        # named blocks without users, the oldest first
         self.new_name = itertools.count(1)
 

@@ -144,11 +144,11 @@ def cdlm_speed(args, model, tokenizer):
             return decoder_of(*cells[i], models, args, tokenizer, batch), asked
 
         timed = time_interleaved(range(len(cells)), build, REPEATS, f"batch {batch}", args.device != "cpu")
-        return [{"batch": batch, **speed_of(*cell, timed[i], timed[0], known)}
-                for i, cell in enumerate(cells)]
+        return [{"batch": batch, **speed_of(*cell, timed[i], timed[0])} for i, cell in enumerate(cells)]
 
     batches = {1: 1, 4: 4} if args.quick else BATCHES
     rows = sum(each_kept("cdlm_speed", args, model, list(batches.items()), measure), [])
+    rows = [{**row, "solved": solved_by(row, known)} for row in rows]
     alone = [row for row in rows if row["batch"] == 1 and "steps_a_block" not in row]
     return {"rows": rows, "about": dtype_of(args), "table": table(rows, SPEED), "short": table(alone, SPEED)}
 
@@ -166,23 +166,28 @@ SPEED = {
 }
 
 
-def speed_of(name, settings, runs, naive, known):
-    """The result row of repeated runs, next to the naive decoder's. known: rows of other
-    studies. Drafts change no answer, so with a drafter the target solves as much as alone."""
+def speed_of(name, settings, runs, naive):
+    """The result row of repeated runs, next to the naive decoder's."""
     mine, theirs = (np.array([latency(run) for run in some]) for some in (runs, naive))
-    cell = {"decoder": "ar" if name in methods.METHODS else name, **settings}
-    solved = [row["solved"] for row in known
-              if all(row.get(key) == cell.get(key) for key in CELL)]
     rounds = [len(g.rounds) for g in runs[0].generations]
     ratios = theirs / mine
     return {"decoder": name, **settings, "latency": float(np.median(mine)),
             "ratio": float(np.median(ratios)),
             "ratio_range": [float(ratios.min()), float(ratios.max())],
             "tokens_per_second": statistics.median(run.tokens / run.seconds for run in runs),
-            "steps": statistics.mean(rounds), "solved": solved[0] if solved else None}
+            "steps": statistics.mean(rounds)}
 
 
 CELL = {"decoder", "steps_a_block", "block_size", "threshold", "order"}
+
+
+def solved_by(row, known):
+    """The share of solved problems in the `known` rows of other studies; None if they do not have it. Drafts
+    change no answer, so with a drafter the target solves as much as alone."""
+    cell = row | ({"decoder": "ar"} if row["decoder"] in methods.METHODS else {})
+    solved = [other["solved"] for other in known
+              if all(other.get(key) == cell.get(key) for key in CELL)]
+    return solved[0] if solved else None
 
 
 def latency(run):

@@ -86,7 +86,11 @@ def compare(study, drafters, n, args, model, tokenizer, rule="coupled"):
 
 
 def figures(own, base):
-    """tau, and its ratio to the base's on the same prompts, with intervals, from counts (see `counts_of`)."""
+    """tau, and its ratio to the base's on the same prompts, with intervals, from counts (see `counts_of`).
+    Prompts without a round do not count."""
+    rounds = (own[:, -1] > 0) & (base[:, -1] > 0)
+    own, base = own[rounds], base[rounds]
+
     def ratio(own, base):
         return per_round(own) / per_round(base)
 

@@ -49,10 +49,10 @@ class Size:
 
 # Mixtures have the same number of problems of each workload.
 SMALL = Size(160, 16, {1: 4, 4: 8, 16: 16}, {1: 12, 4: 12, 16: 24}, {1: 12}, 16, {}, 3)
-# For a real model: about ten minutes on two idle cores that multiply bf16. No round of the engine has more
-# than 32 drafts, so no round that can be decoded is censored.
+# For a real model: about twelve minutes on two idle cores that multiply bf16. No round of the engine has more
+# than 32 drafts, so no round that can be decoded is censored. The longest prompts have 1,400 tokens.
 REAL = Size(64, 2, {1: 2}, {1: 9, 4: 9, 16: 18}, {}, 32,
-            {"contexts": ladder_of.CONTEXTS, "prompts": (32, 256)})
+            {"contexts": (64, 1024), "prompts": (32, 256, 1024)})
 ANSWERS = Size(256, 10, {1: 10}, {2: 9, 4: 9, 8: 18, 16: 18}, {1: 9}, 32, {})
 MEAN, DECODING = "mean (95 %)", "mean, decoding"
 PRICED = 16                      # number of the problem, of each workload, that `profile` alone uses
@@ -158,7 +158,8 @@ def traces_of(args, model, tokenizer, how, n, first=0):
     drafters = methods.chain_drafters(model, args, how.deepest)
     problems = numbered(tokenizer, n, args.data, first)
     requests = requests_of(problems.values(), tokenizer, model, how.new)
-    answers = loops.generate(engine_of("ar", model, args, 16), requests)
+    # One at a time, as in `run`: in bf16 the answers of a batch may be others.
+    answers = loops.generate(engine_of("ar", model, args, 1), requests)
     outputs = {id: (g.prompt_ids, g.token_ids) for id, g in zip(problems, answers)}
     return drafters, measure.traces_of(drafters, model, outputs, how.deepest)
 
@@ -280,11 +281,12 @@ def before_loops(problems, tokenizer, model, args, new):
 
 def cells_of(ids, how, whole):
     """[(workload, batch, ids, temperature)] for each workload of the ids "workload/i", and for all workloads
-    together."""
+    together, unless there are fewer problems than the batch has places."""
     some = [(w, f"{w}/", how.batches, 0.0) for w in dict.fromkeys(i.split("/")[0] for i in ids)]
     some += [("mixed", "", how.mixed, 0.0), ("mixed, T = 0.7", "", how.sampled, 0.7), (WHOLE, "", whole, 0.0)]
-    return [(workload, batch, balanced([i for i in ids if i.startswith(prefix)], n), temperature)
-            for workload, prefix, batches, temperature in some for batch, n in batches.items()]
+    cells = [(workload, batch, balanced([i for i in ids if i.startswith(prefix)], n), temperature)
+             for workload, prefix, batches, temperature in some for batch, n in batches.items()]
+    return [cell for cell in cells if len(cell[2]) >= cell[1]]
 
 
 def balanced(ids, n):
