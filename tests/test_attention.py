@@ -1,4 +1,5 @@
 from itertools import accumulate
+from unittest import mock
 
 import pytest
 import torch
@@ -173,6 +174,7 @@ def test_prompts_and_long_contexts_in_bf16_are_read_by_products(rows, monkeypatc
         assert cpu.products_are_faster(cache.k, few, length) == faster
         monkeypatch.setattr(cpu, "INTEL", True)
         assert not cpu.products_are_faster(cache.k, few, length)
+        assert cpu.products_are_faster(mock.Mock(is_cuda=True), True, 25)
         monkeypatch.setattr(cpu, "INTEL", False)
 
 

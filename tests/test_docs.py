@@ -200,11 +200,12 @@ def test_pages_say_where_a_single_drafter_is_faster_than_adaptive():
     assert [len(x) for x in alone.values()] == [9, 9]
     assert faster == {"run": 5, "speed": 6} and batches == {"run": {4, 16}, "speed": {4, 16}}
     assert sum(x >= 0.97 for x in alone["speed"]) == 6
-    readme, page = (" ".join(read(name).split()) for name in ("README.md", "docs/bounds.md"))
+    readme = " ".join(read("README.md").split())
+    page = " ".join(read("docs/bounds.md").replace("\n> ", " ").split())
     assert "in six of nine kinds of text it is faster" in readme
     assert "in batches of 4 and 16 a single drafter is faster" in readme
     assert "on five of nine workloads with answers of 64 tokens" in page and "on six with up to [256]" in page
-    assert "none of it in batches of > 4 and 16" in page
+    assert "none of it in batches of 4 and 16" in page
 
 
 def test_the_readme_says_how_much_longer_a_verification_takes():

@@ -234,6 +234,10 @@ def test_diffusion_models_are_timed(toy, small, tmp_path, monkeypatch):
         assert r["tokens_per_second"] == pytest.approx(r["batch"] * 12 / r["latency"], rel=0.5)
     assert whole(found["table"])
     assert whole(found["short"]) and found["short"].count("\n") == 1 + 8
+    # Cells that a run kept before it was interrupted may have older shares.
+    kept = [{**row, "solved": 0.1} for row in rows]
+    monkeypatch.setattr(diffusion, "each_kept", lambda *_: [kept])
+    assert diffusion.cdlm_speed(*toy)["rows"] == rows
 
 
 def test_students_of_other_trainings_are_compared(toy, small, tmp_path, monkeypatch):
@@ -298,6 +302,7 @@ def test_tau_is_tokens_per_round_next_to_eagles(monkeypatch, shipped):
     # An answer of one token has no round.
     none = np.array([[0, 0]])
     assert drafters.figures(np.append(own, none, 0), np.append(base, none, 0)) == figures
+    assert drafters.figures(none, base[:1]) == {"prompts": 0}
 
 
 def test_drafters_of_both_kinds_are_compared_on_the_same_prompts(toy, tmp_path, monkeypatch):

@@ -85,9 +85,9 @@ def row_product(x, w, bias):
 
 def products_are_faster(keys, few, length):
     """Whether plain products attend faster than torch's attention: few rows over `length` keys, or the many
-    rows of a prompt. On Intel they never do. They are as exact in bf16, because other roundings count more.
-    """
-    if INTEL:
+    rows of a prompt. On an Intel processor they never do. They are as exact in bf16, because other roundings
+    count more."""
+    if INTEL and not keys.is_cuda:
         return False
     if few:
         return length > MANY_KEYS

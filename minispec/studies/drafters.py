@@ -87,9 +87,11 @@ def compare(study, drafters, n, args, model, tokenizer, rule="coupled"):
 
 def figures(own, base):
     """tau, and its ratio to the base's on the same prompts, with intervals, from counts (see `counts_of`).
-    Prompts without a round do not count."""
+    Prompts without a round do not count; without any other there are no figures."""
     rounds = (own[:, -1] > 0) & (base[:, -1] > 0)
     own, base = own[rounds], base[rounds]
+    if not len(own):
+        return {"prompts": 0}
 
     def ratio(own, base):
         return per_round(own) / per_round(base)
