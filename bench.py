@@ -29,11 +29,11 @@ from minispec.studies import results
 from minispec.studies.cdlm import cdlm_ablations, cdlm_accuracy, cdlm_curves, cdlm_speed
 from minispec.studies.drafters import arms, chains, tau
 from minispec.studies.rules import lossless, rules
-from minispec.studies.run import bounds, profile, run, speed, trace
+from minispec.studies.run import PRICED, bounds, profile, run, speed, trace
 from minispec.studies.specgen import scheduler, serving
 from minispec.tools import checkpoints, gguf_file, methods
 from minispec.tools.files import naming, read_json, write_text
-from minispec.tools.script import Parser, check_device, check_writable, run_main, visible
+from minispec.tools.script import Parser, check_device, check_writable, positive, run_main, visible
 from minispec.tools.training import fast_dtype
 
 # A study is a function (settings, target, tokenizer) -> its result; see studies/results.py.
@@ -60,6 +60,9 @@ def parse_args():
     p.add_argument("--pages", action="store_true", help="measure nothing; paste tables into the pages")
     p.add_argument("--data", default=os.environ.get("MINISPEC_DATA") or None, metavar="DIR",
                    help="folder of real prompt files (default $MINISPEC_DATA)")
+    p.add_argument("--problems", type=positive, metavar="N",
+                   help=f"problems of each workload in trace, run and speed, at most {PRICED}, and batches in "
+                        "proportion (default: 2, 10 or 16, by study and model)")
     methods.add_arguments(p)
     p.set_defaults(model=None)
     args = p.parse_args()
@@ -70,6 +73,8 @@ def parse_args():
     for name, option in methods.given(args).items():
         if name in VARIED:
             raise ValueError(f"{option} is for decode.py; the studies vary it themselves")
+    if args.problems and args.problems > PRICED:
+        raise ValueError(f"--problems must be at most {PRICED}, got {args.problems}")
     if args.pages and (args.studies or args.quick):
         raise ValueError("--pages measures nothing; it goes without studies and --quick")
     if args.cost:

@@ -196,7 +196,7 @@ def measured(tmp_path_factory):
     patch.setattr(results, "FOLDER", str(folder))
     patch.setattr(measure, "LARGE", 1 << 16)
     patch.setattr(measure, "BATCHES", {"small": [100]})
-    patch.setattr(run, "SMALL", replace(run.SMALL, new=12, traced=4, repeats=1, batches={1: 2, 4: 4},
+    patch.setattr(run, "SMALL", replace(run.SMALL, new=12, traced=4, batches={1: 2, 4: 4},
                                         mixed={1: 2, 4: 4}, sampled={1: 2}))
     patch.setattr(tasks, "FAMILIES", ("revise",))
     patch.setattr(methods, "ready", lambda settings: ["ngram"])
@@ -361,11 +361,13 @@ def test_all_leaves_out_studies_that_the_model_has_nothing_for(own_results, monk
     assert "tau needs trained drafters" in refusal(bench, "tau")
 
 
-def test_the_middle_run_is_reported():
-    """Of all methods from the same repeat."""
-    a, b, c = (results.Run([], {"verify": seconds}, [1.0], None) for seconds in (1.0, 2.0, 3.0))
-    assert run.middle({"ar": [c, a, b]}) == {"ar": b} and run.middle({"ar": [b, a]}) == {"ar": a}
-    assert run.middle({"ar": [a, b, c], "ngram": [b, c, a]}) == {"ar": c, "ngram": a}
+def test_problems_of_a_workload_are_chosen_and_mixtures_grow_with_them():
+    how = run.size(SimpleNamespace(quick=False, problems=10), run.REAL)
+    assert (how.traced, how.batches, how.mixed) == (10, {1: 10}, {1: 45, 4: 45, 16: 90})
+    assert run.size(SimpleNamespace(quick=True, problems=10), run.REAL) is run.QUICK
+    assert run.size(SimpleNamespace(quick=False, problems=None), run.ANSWERS) is run.ANSWERS
+    # No other study has the problem behind them, which fits the prices.
+    assert "--problems must be at most 16, got 17" in refusal(bench, "run --problems 17")
 
 
 def test_methods_are_compared_in_one_table_of_one_request_at_a_time():

@@ -46,7 +46,7 @@ def toy(tmp_path, monkeypatch):
 
 def quick_settings(**more):
     """Settings of a quick study without a data folder."""
-    return methods.settings(quick=True, data=None, **more)
+    return methods.settings(quick=True, data=None, problems=None, **more)
 
 
 def whole(table):

@@ -43,8 +43,8 @@ BATCHES = {"1 x 100": [100], "8 x 100": [100] * 8, "64 x 20 to 400": [20 + 6 * i
            "1 x 4,600": [4600], "8 x 200 to 4,000": [200 + 543 * i for i in range(8)],
            "8 x 4,000": [4000] * 8}
 LARGE = 1 << 27  # numbers of a tensor that no cache of the processor holds
-PASSES = 3  # over all rounds of a cost table
-REPEATS = 8  # of a round at batch 1; fewer at larger batch sizes
+PASSES = 5  # over all rounds of a cost table
+REPEATS = 5  # of a round at batch 1; fewer at larger batch sizes
 
 
 # -- timing ----------------------------------------------------------------------------------------
@@ -122,15 +122,13 @@ def _rounds(model, drafter, rows, context, order):
     return [i["seconds"] for i in engine.iterations]
 
 
-def prefill_seconds(model, rows, prompt_len, repeats):
-    """Median seconds of reading `rows` prompts of `prompt_len` tokens at once, after one warm-up."""
-    out = []
-    for _ in range(repeats + 1):
+def prefill_seconds(model, rows, prompt_len):
+    """Seconds of reading `rows` prompts of `prompt_len` tokens at once, after a warm-up."""
+    for _ in range(2):
         engine = Engine(model, SyncScheduler, rows, prefill_chunk=prompt_len)
         # Prompts that begin alike would share their blocks.
         engine.generate([Request([row] * prompt_len, 1) for row in range(rows)])
-        out.append(sum(engine.seconds.values()))
-    return statistics.median(out[1:])
+    return sum(engine.seconds.values())
 
 
 # -- the cost table --------------------------------------------------------------------------------
@@ -152,29 +150,34 @@ def cost_table(model, drafters, rows=(1, 4, 16), contexts=(64, 512, 2048), draft
         raise ValueError(f"a context of {model.config.block_size} is too small to time rounds of up to "
                          f"{max(drafts)} drafts in it")
     asked = {name: sorted({min(k, d.gamma) for k in drafts if k}) for name, d in drafters.items()}
+    asked[None] = [k for k in drafts if k]
+    prompts = [n for n in prompts if n < model.config.block_size]
     times = defaultdict(list)
     for b, c in tqdm(list(product(rows, contexts)) * passes, desc="rounds"):
         for name, timed in time_all(model, drafters, asked, drafts, b, c):
             for k, seconds in timed.items():
                 times[name, b, c, k] += seconds
+        if b in rows[:2] and c == contexts[0]:
+            for n in prompts:
+                times["prefill", b, n].append({"prefill": prefill_seconds(model, b, n)})
 
     def verify(b, c, tokens):
-        return median(times[None, b, c, tokens - 1], "verify", "sample")
+        return typical(times[None, b, c, tokens - 1], "verify", "sample")
 
     def longer(name, b, c, k):
         """Extra seconds of a round with a drafter over a round with free drafts."""
         without = np.interp(k, drafts, [verify(b, c, 1 + j) for j in drafts])
         own = times[name, b, c, k]
-        return max(median(own, "draft", "verify", "sample") - float(without), median(own, "draft"))
+        return max(typical(own, "draft", "verify", "sample") - float(without), typical(own, "draft"))
 
     def read(name, b, _, c):
-        return median(times[name, b, c, "read"], "draft")
+        return typical(times[name, b, c, "read"], "draft")
 
     def overhead(b, *_):
-        return median(sum((times[None, b, c, k] for c in contexts for k in drafts), []), "overhead")
+        return typical(sum((times[None, b, c, k] for c in contexts for k in drafts), []), "overhead")
 
     def prefill(b, _, tokens):
-        return prefill_seconds(model, b, tokens, passes)
+        return typical(times["prefill", b, tokens], "prefill")
 
     def grid(seconds_of, tokens, rows=rows, kv=contexts):
         seconds = [[[seconds_of(b, c, t) for c in kv] for t in tokens] for b in rows]
@@ -182,9 +185,9 @@ def cost_table(model, drafters, rows=(1, 4, 16), contexts=(64, 512, 2048), draft
 
     return {
         "verify": grid(verify, [1 + k for k in drafts]),
-        "draft": {name: grid(partial(longer, name), ks) for name, ks in asked.items()},
+        "draft": {name: grid(partial(longer, name), asked[name]) for name in drafters},
         "read": {name: grid(partial(read, name), contexts, kv=[0]) for name in drafters},
-        "prefill": grid(prefill, [n for n in prompts if n < model.config.block_size], rows[:2], [0]),
+        "prefill": grid(prefill, prompts, rows[:2], [0]),
         "overhead": grid(overhead, [1], kv=[0]),
     }
 
@@ -193,19 +196,22 @@ def time_all(model, drafters, asked, drafts, rows, context):
     """One pass over the rounds of a shape. Yields (name of the drafter, {drafts: [seconds by phase]}). The
     name is None for free drafts; a drafter's key "read" has the seconds of reading the context."""
     repeats = max(1, REPEATS // rows)
-    # Rounds without drafts are timed in a row, because plain decoding consists of them: weights stay in the
-    # processor's caches, so they are faster than between larger rounds. They are timed more often, because
-    # all speed-ups are relative to their price.
-    yield None, round_seconds(model, Rote(), rows, context, [k for k in drafts if k], repeats)
-    yield None, round_seconds(model, Rote(), rows, context, (0,), 12)
-    for name, drafter in drafters.items():
+    for name, drafter in {None: Rote(), **drafters}.items():
         yield name, round_seconds(model, drafter, rows, context, asked[name], repeats)
-        yield name, {"read": [{"draft": read_seconds(model, drafter, rows, context)}]}
+        # Rounds without drafts are timed in a row, because plain decoding consists of them: weights stay in
+        # the processor's caches, so they are faster than between larger rounds. They are timed beside every
+        # drafter, because all speed-ups are relative to their price.
+        yield None, round_seconds(model, Rote(), rows, context, (0,), 4)
+        if name:
+            yield name, {"read": [{"draft": read_seconds(model, drafter, rows, context)}]}
 
 
-def median(rounds, *phases):
-    """Median over rounds of the seconds of these phases together."""
-    return statistics.median(sum(seconds[phase] for phase in phases) for seconds in rounds)
+def typical(rounds, *phases):
+    """Mean seconds of these phases together, without the fastest and the slowest quarter of the rounds. Where
+    a processor has two speeds, a median has one of them by chance, and a long run has their mean."""
+    seconds = sorted(sum(one[phase] for phase in phases) for one in rounds)
+    quarter = len(seconds) // 4
+    return statistics.mean(seconds[quarter:len(seconds) - quarter])
 
 
 # -- the speed of reading keys ---------------------------------------------------------------------

@@ -9,7 +9,7 @@
 """
 import os
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -35,8 +35,7 @@ from minispec.tools.markdown import table, texts
 class Size:
     """new: tokens of an answer at most. traced: problems of each workload. batches, mixed: {batch size:
     number of problems}, for each workload and for all workloads together; sampled: like mixed, at
-    temperature 0.7. deepest: drafts at each position of a trace. costs: the grid of the cost table. repeats:
-    runs of each method; the median counts."""
+    temperature 0.7. deepest: drafts at each position of a trace. costs: the grid of the cost table."""
     new: int
     traced: int
     batches: dict
@@ -44,11 +43,10 @@ class Size:
     sampled: dict
     deepest: int
     costs: dict
-    repeats: int = 1
 
 
 # Mixtures have the same number of problems of each workload.
-SMALL = Size(160, 16, {1: 4, 4: 8, 16: 16}, {1: 12, 4: 12, 16: 24}, {1: 12}, 16, {}, 3)
+SMALL = Size(160, 16, {1: 10, 4: 12, 16: 16}, {1: 12, 4: 24, 16: 48}, {1: 12}, 16, {})
 # For a real model: about twelve minutes on two idle cores that multiply bf16. No round of the engine has more
 # than 32 drafts, so no round that can be decoded is censored. The longest prompts have 1,400 tokens.
 REAL = Size(64, 2, {1: 2}, {1: 9, 4: 9, 16: 18}, {}, 32,
@@ -61,11 +59,19 @@ QUICK = Size(32, 2, {1: 1}, {4: 8}, {4: 4}, 16,
              {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4), "prompts": (32, 64), "passes": 1})
 
 
-def size(args, tokenizer):
-    """The Size of the studies for this model: the puzzle model is fast enough for the larger one."""
-    if args.quick:
-        return QUICK
-    return SMALL if tokenizer.is_puzzle_model else REAL
+def size(args, usual):
+    """The usual Size of a study, or QUICK, or with --problems of each workload and mixtures in proportion."""
+    if args.quick or not args.problems:
+        return QUICK if args.quick else usual
+    parts = {}
+    for name in ("batches", "mixed", "sampled"):
+        parts[name] = {b: n * args.problems // usual.traced for b, n in getattr(usual, name).items()}
+    return replace(usual, traced=args.problems, **parts)
+
+
+def size_of(args, tokenizer):
+    """The Size of a ladder for this model: the puzzle model is fast enough for the larger one."""
+    return size(args, SMALL if tokenizer.is_puzzle_model else REAL)
 
 
 # -- profile ---------------------------------------------------------------------------------------
@@ -74,7 +80,7 @@ def profile(args, model, tokenizer):
     """The cost of a round on this machine, by batch, drafts and context; and the acceptance of each drafter,
     on problems that no other study uses, if a workload has enough of them. Also writes costs.json, except
     with --quick."""
-    how = size(args, tokenizer)
+    how = size_of(args, tokenizer)
     drafters, some = traces_of(args, model, tokenizer, how, 1, first=PRICED)
     costs = measure.cost_table(model, drafters, **how.costs)
     costs["accept"] = {name: measure.acceptance(some, name) for name in drafters}
@@ -128,7 +134,7 @@ READS = {
 def trace(args, model, tokenizer):
     """The accepted drafts of every drafter at every position of the plain loop's greedy answers. Also writes
     traces.jsonl, except with --quick."""
-    how = size(args, tokenizer)
+    how = size_of(args, tokenizer)
     drafters, some = traces_of(args, model, tokenizer, how, how.traced)
     if not args.quick:
         traces.write_traces(results.path("traces.jsonl"), some)
@@ -183,9 +189,9 @@ def run(args, model, tokenizer):
     Every drafter has the best number of drafts per round for the batch by the cost table, unless --k gives it.
     At batch 1 trained drafters have none, because they end a chain where they are unsure.
     """
-    how = size(args, tokenizer)
+    how = size_of(args, tokenizer)
     names = suitable(args, model)
-    if how is REAL:
+    if not tokenizer.is_puzzle_model:
         names = [name for name in names if name != "specgen"]    # these texts are too short for it
     rows, cut = observe("run", args, model, tokenizer, how, names)
     shares = [x | {phase: seconds / x["seconds"] for phase, seconds in x["phases"].items()} for x in rows]
@@ -211,7 +217,7 @@ def speed(args, model, tokenizer):
     trees, and with prompt-lookup tokens next to their drafts; and `adaptive`, which chooses among drafters."""
     wanted = ("ngram", *methods.TRAINED, *TREES, *COPIES, COMBINED)
     names = [name for name in suitable(args, model, TREES + COPIES) if name in wanted]
-    how = QUICK if args.quick else ANSWERS
+    how = size(args, ANSWERS)
     # One prompt of each workload, of a real model alone.
     whole = {} if tokenizer.is_puzzle_model else {1: len(results.problems_of(tokenizer, 1, args.data))}
     rows, cut = observe("speed", args, model, tokenizer, how, names, whole)
@@ -259,7 +265,7 @@ def observe(study, args, model, tokenizer, how, names, whole={}):
         some = [name for name in names if batch == 1 or name not in COPIES]
         # On a GPU a warm-up run compiles the kernels.
         desc = f"{workload}, batch {batch}"
-        timed = time_interleaved(some, build, how.repeats, desc, args.device != "cpu")
+        timed = time_interleaved(some, build, 1, desc, args.device != "cpu")
         about = {"workload": workload, "batch": batch, "ids": ids, "temperature": temperature}
         return rows_of(timed, about, prices)
 
@@ -295,18 +301,10 @@ def balanced(ids, n):
     return ids[:max(n - n % workloads, workloads)]
 
 
-def middle(timed):
-    """{method: run} of the repeat with the median time of all methods together; of an even number of repeats,
-    the faster of the two in the middle. So all methods are compared in the same minutes."""
-    repeats = [dict(zip(timed, runs)) for runs in zip(*timed.values())]
-    repeats.sort(key=lambda repeat: sum(run.seconds for run in repeat.values()))
-    return repeats[(len(repeats) - 1) // 2]
-
-
 def rows_of(timed, about, prices):
     """The result rows of a cell, one for each method. about: entries that all rows get. prices: a cost table,
     or {} if there is none."""
-    runs = middle(timed)
+    runs = {name: once for name, (once,) in timed.items()}
     plain = runs["ar"]
     rate = plain.tokens / plain.seconds
     cost = CostTable(prices) if prices else None
