@@ -20,6 +20,7 @@ is finished is not done again. Models are Hugging Face folders with log.jsonl an
 A target without a mask token gets one: OUT/target is a copy with it.
 """
 import os
+from argparse import Namespace
 from itertools import product
 from pathlib import Path
 
@@ -43,6 +44,8 @@ BLOCK_WARMUP = 0.5               # of the teacher's steps have block-causal atte
 IN_ORDER = 0.6                   # of the blocks are masked in reading order: see `cdlm.turns`
 SHARD = 32                       # trajectories in a file
 OWN_NAMES = ("target", "teacher", "trajectories")        # of other folders in --out
+# Settings that concern no teacher.
+OF_STUDENTS = ("name", "weights", "reverse_kl", "prompts", "order", "temperatures", "dual")
 HELDOUT = 15                     # examples of the held-out loss
 
 
@@ -263,7 +266,8 @@ def train(args, tokenizer, example, folder, source, lr, weights, data=None):
     model.config.diffusion_block_size = args.block_size
     weights = dict(zip(("distill", "cons", "dlm"), weights))
     teacher_head = model.head.weight.detach().clone()    # a student starts as its teacher
-    run = Run(args, folder, model, args.steps, lr if args.lr is None else args.lr)
+    settings = Namespace(**{name: x for name, x in vars(args).items() if data or name not in OF_STUDENTS})
+    run = Run(settings, folder, model, args.steps, lr if args.lr is None else args.lr, once=not data)
     for step in run.steps():
         g = generator_of(args, step)
         blockwise = bool(data) or step < args.steps * BLOCK_WARMUP
@@ -312,9 +316,14 @@ def main():
         if mask_id >= config.vocab_size:
             raise ValueError(f"{folder}: the mask token {mask_id} is not in the vocabulary of the weights, "
                              f"{config.vocab_size} tokens")
+    copy = f"{args.out}/target"
+    begun = os.path.exists(f"{args.out}/settings.json")
+    if os.path.exists(copy) and not begun and MASK not in Tokenizer.load(args.target).special:
+        raise ValueError(f"{copy} exists already, and would be a copy of {args.target} with a mask token; "
+                         "use another --out")
     training.same_settings(args.out, args, "answers", "examples", "prompt_length",
                            target=checkpoints.fingerprint(checkpoints.load(args.target)))
-    target = with_mask(args.target, f"{args.out}/target")
+    target = with_mask(args.target, copy)
     tokenizer = Tokenizer.load(target)
     if args.teacher and Tokenizer.load(args.teacher).known != tokenizer.known:
         raise ValueError(f"the teacher {args.teacher} has another vocabulary than the target {args.target}")
@@ -327,7 +336,7 @@ def main():
         data = collect_trajectories(args, tokenizer, example, trajectories, teacher)
     with locked(student):
         # Also a finished student is not taken for another one.
-        training.same_settings(student, args, "weights", "reverse_kl", "lr", "seed", "steps")
+        training.same_settings(student, args, "weights", "reverse_kl", "lr", "seed", "steps", "batch")
         train(args, tokenizer, example, student, teacher, 2e-4, args.weights, data)
 
 

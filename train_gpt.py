@@ -16,11 +16,9 @@ import torch.nn.functional as F
 
 from minispec.core import gpt
 from minispec.core.losses import goal_of, kl
-from minispec.tools import checkpoints
 from minispec.data import corpus, tasks
-from minispec.core.gpt import dense_attend
 from minispec.data.tokenizer import Tokenizer
-from minispec.tools import training
+from minispec.tools import checkpoints, training
 from minispec.tools.hf_config import checked
 from minispec.tools.script import Parser, run_main
 from minispec.tools.training import Run, bf16, locked
@@ -107,7 +105,7 @@ def clip_attention(model, x, limit):
         weight = model.blocks[layer].qkv.weight.unflatten(0, (-1, c.head_dim))     # (H + 2G, D, C)
         weight[:c.n_head] *= scale.repeat_interleave(share, 0)
         weight[c.n_head:c.n_head + c.n_kv_head] *= scale
-        return dense_attend()(layer, q, k, v)
+        return gpt.dense_attend()(layer, q, k, v)
 
     model(x, attend=attend)
 

@@ -50,8 +50,9 @@ def parse_args():
                    help="drafter to start from; further modules begin as copies of its last one")
     p.add_argument("--unroll", type=int, default=5, help="draft steps in the loss (default %(default)s)")
     args = parsed(p)
-    if args.unroll > MAX_K:
-        raise ValueError(f"unroll {args.unroll} is out of range; allowed is 1 to {MAX_K} draft steps")
+    least = len(ARMS[args.arm][0])                       # every module is trained
+    if not least <= args.unroll <= MAX_K:
+        raise ValueError(f"unroll {args.unroll} is out of range; allowed is {least} to {MAX_K} draft steps")
     return args
 
 

@@ -341,30 +341,34 @@ class Decoder:
         n_slots = largest * min(self.batch_size, len(requests))
         cache = KVCache(self.model.config, n_slots, self.model.dtype, self.model.device)
         for r in requests:
-            r.state = Answer(r, self.mask_id, self.block_size, cache)
+            r.engine, r.state = self, Answer(r, self.mask_id, self.block_size, cache)
         left = [r.state for r in requests if not r.finished]
-        while left:
-            started = time.perf_counter()
-            # 1. Fill the batch.
-            active = left[:self.batch_size]
-            for a in active:
-                a.blocks = a.blocks or cache.open(len(a.tokens))
-            # 2. One forward predicts the masked slots of all open blocks; reveal some of them.
-            hidden, logits, seconds = self.forward(active)
-            masked, end = [a.masked() for a in active], 0
-            tokens, confidence = choose(logits, active, masked)
-            for a, positions in zip(active, masked):
-                start, end = end, end + len(positions)
-                self.reveal(a, positions, hidden[start:end], tokens[start:end], confidence[start:end])
-            # 3. Hand on the tokens that became final.
-            committed = [(a.request, self.commit(a, seconds / len(active))) for a in active]
-            self.seconds["other"] += time.perf_counter() - started - seconds
-            yield from committed
-            # 4. Finished answers make room; the caller may have cancelled others.
-            for a in active:
-                if a.request.finished:
-                    cache.close(a.blocks)
-            left = [a for a in left if not a.request.finished]
+        try:
+            while left:
+                started = time.perf_counter()
+                # 1. Fill the batch.
+                active = left[:self.batch_size]
+                for a in active:
+                    a.blocks = a.blocks or cache.open(len(a.tokens))
+                # 2. One forward predicts the masked slots of all open blocks; reveal some of them.
+                hidden, logits, seconds = self.forward(active)
+                masked, end = [a.masked() for a in active], 0
+                tokens, confidence = choose(logits, active, masked)
+                for a, positions in zip(active, masked):
+                    start, end = end, end + len(positions)
+                    self.reveal(a, positions, hidden[start:end], tokens[start:end], confidence[start:end])
+                # 3. Hand on the tokens that became final.
+                committed = [(a.request, self.commit(a, seconds / len(active))) for a in active]
+                self.seconds["other"] += time.perf_counter() - started - seconds
+                yield from committed
+                # 4. Finished answers make room; the caller may have cancelled others.
+                for a in active:
+                    if a.request.finished:
+                        cache.close(a.blocks)
+                left = [a for a in left if not a.request.finished]
+        finally:
+            for r in requests:
+                r.engine = None
 
     def spans(self, a):
         """[(first position fed, end, end of the keys that these rows see)]. The kinds differ only here."""

@@ -52,7 +52,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from minispec.core import gpt
-from minispec.core.gpt import dense_attend
 from minispec.core.drafters import PAD_DRAFT, ChainDrafter
 from minispec.core.losses import goal_of, kl
 from minispec.core.requests import MAX_K, MAX_NODES, check_k
@@ -198,7 +197,7 @@ def window_states(drafter, ids, starts, features=None, shown=None):
         features = torch.cat([features, at_places(features, newest)], 1)
 
     # 2. One forward, in which windows do not see each other.
-    hidden = drafter(tokens, positions, dense_attend(window_mask(n, starts, rows)), features)
+    hidden = drafter(tokens, positions, gpt.dense_attend(window_mask(n, starts, rows)), features)
     windows = hidden[:, n:].unflatten(1, (-1, rows))                                      # (B, W, rows, C)
     last = at_places(hidden, starts - 1)
     return torch.cat([last[:, :, None], windows], 2), hidden[:, :n]                       # (B, W, gamma, C)

@@ -358,6 +358,14 @@ def test_a_stream_left_in_the_middle_is_not_in_the_way_of_the_next(model):
     for _ in zip_longest(*(decoder.stream([r]) for r in asked)):
         pass
     assert ids_of([r.generation for r in asked]) == want
+    # Not of the same request.
+    asked = longer()
+    stream = decoder.stream(asked)
+    next(stream)
+    with refused("a request can be in one open stream only"):
+        decoder.generate(asked[:1])
+    stream.close()
+    assert ids_of(decoder.generate(asked[2:])) == want[2:]
 
 
 def test_counters_are_measured(model, monkeypatch):  # 20

@@ -277,18 +277,18 @@ def test_sizes_below_one_are_refused(size):
 
 
 def test_one_stream_at_a_time_and_a_request_in_one_only():
-    engine, other = make("ar"), make("ar")
-    request = Request([1, 2, 3], 40)
-    stream = engine.stream([request])
+    engine, other = make("ar", 1), make("ar")
+    request, waiting = Request([1, 2, 3], 40), Request([4, 5], 9)
+    stream = engine.stream([request, waiting])
     next(stream)
     with refused("another stream of this engine is open"):
         engine.generate([Request([1, 2], 300)])
-    for again in ([request], [Request([1, 2])] * 2):
+    for again in ([request], [waiting], [Request([1, 2])] * 2):
         with refused("a request can be in one open stream only, and there once"):
             other.generate(again)
     assert len([*zip(range(20), stream)]) == 20  # the open one goes on undisturbed
     stream.close()
-    assert len(other.generate([request])[0].token_ids) == 40
+    assert [len(g.token_ids) for g in other.generate([request, waiting])] == [40, 9]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), AT_1, Sampling(1.0, rule="rejection")], ids=str)

@@ -273,6 +273,7 @@ def test_the_short_texts_of_a_real_model_are_not_for_specgen(settings, toy, monk
     observe = mock.Mock(side_effect=InterruptedError)
     args = methods.settings(*settings, model=toy, cost="none", drafter=f"{ROOT}/checkpoints/prism")
     monkeypatch.setattr(run, "observe", observe)
+    args.problems = None
     for args.quick, ready in ((False, ["ngram"]), (True, ["ngram"] if settings else ["ngram", "specgen"])):
         with pytest.raises(InterruptedError):
             run.run(args, checkpoints.load(toy), types.SimpleNamespace(is_puzzle_model=False))

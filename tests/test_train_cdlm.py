@@ -462,9 +462,14 @@ def test_a_target_that_knows_no_masks_is_trained_end_to_end(other, tmp_path, cap
     )
     assert 1 <= json.loads((tmp_path / "o").read_text())["counts"]["forwards"] <= 8
     train(target, tmp_path, options, gen_length=32)
-    assert capsys.readouterr().out.count("is complete") == 2
-    with refused("student/settings.json: the folder was begun with weights"):
-        train(target, tmp_path, f"{options} --weights 1 0 0", gen_length=32)
+    said = capsys.readouterr().out
+    assert said.count("is complete") == 2 and "resuming" not in said
+    for more in ("weights", "batch"):
+        with refused(f"student/settings.json: the folder was begun with {more}"):
+            train(target, tmp_path, f"{options} --{more} {'1 0 0' if more == 'weights' else 2}", gen_length=32)
+    # A finished teacher is not trained on for a longer student.
+    train(target, tmp_path, f"{options} --name long --steps 13", gen_length=32)
+    assert len(log_of(tmp_path / "teacher")) == 3 and log_of(tmp_path / "long")[-1]["step"] == 13
     # The config of a teacher may name another end of text than the one that fills up the answers.
     file = tmp_path / "teacher" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": 5}))
@@ -481,6 +486,32 @@ def test_a_target_that_knows_no_masks_is_trained_end_to_end(other, tmp_path, cap
     save_file(more, answers / "train-900-912.safetensors")
     with refused("begun with examples"):
         train(target, tmp_path, options, gen_length=32)
+
+
+def test_a_folder_is_not_taken_for_the_copy_of_a_target(other, tmp_path):
+    """The target itself is in the way in its folder, and a model of another training."""
+    target, answers = other
+    shutil.copytree(target, tmp_path / "target")
+    before = (tmp_path / "target" / "model.safetensors").read_bytes()
+    for source in (target, tmp_path / "target"):
+        with refused("target exists already, and would be a copy of"):
+            train(source, tmp_path, f"--answers {answers}", gen_length=32)
+    assert (tmp_path / "target" / "model.safetensors").read_bytes() == before
+
+
+def test_a_teacher_goes_on_whatever_its_student_will_be(toy, tmp_path):
+    with mock.patch.object(train_cdlm, "collect_trajectories", side_effect=KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            train(toy, tmp_path)
+    file = tmp_path / "teacher" / "resume.pt"
+    saved = torch.load(file)
+    torch.save({**saved, "step": 8, "finished": False}, file)
+    with mock.patch.object(train_cdlm, "collect_trajectories", side_effect=KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            train(toy, tmp_path, "--weights 1 0 0 --reverse-kl --order first --dual --name x")
+        with refused("begun with batch 4, not 2"):
+            torch.save({**saved, "step": 8, "finished": False}, file)
+            train(toy, tmp_path, "--batch 2")
 
 
 # Arguments behind --target, part of the line.

@@ -93,6 +93,11 @@ def test_a_folder_with_a_model_of_no_training_here_is_left_alone(folder):
     with refused("target holds a model already"):
         train(folder, "target")
     assert (folder / "target" / "model.safetensors").read_bytes() == before
+    # A large model has an index of its files.
+    (folder / "large").mkdir()
+    (folder / "large" / "model.safetensors.index.json").touch()
+    with refused("large holds a model already"):
+        train(folder, "large")
 
 
 def test_every_epoch_reads_every_text_once_in_batches_that_fit():
@@ -532,7 +537,8 @@ def test_prompts_that_the_target_writes(qwen3, short_turns, monkeypatch, tmp_pat
 BAD = """
 prism | --arm ttt9 | invalid choice
 prism | --unroll 0 | unroll 0 is out of range; allowed is 1 or more
-prism | --unroll 33 | unroll 33 is out of range; allowed is 1 to 32 draft steps
+prism | --unroll 33 --arm ttt1 | unroll 33 is out of range; allowed is 1 to 32 draft steps
+prism | --unroll 1 | unroll 1 is out of range; allowed is 2 to 32 draft steps
 prism | --prompt-file none.jsonl | cannot read none.jsonl: No such file
 prism | --minutes -1 | minutes -1.0 is out of range
 prism | --minutes 0 | minutes must be above 0, got 0

@@ -110,9 +110,7 @@ class ChainDrafter(Drafter):
 
     def state_of(self, request):
         """The DraftState of a request."""
-        if request not in self.draft_states:
-            self.draft_states[request] = DraftState(self.cache, self.room)
-        return self.draft_states[request]
+        return self.draft_states.setdefault(request, DraftState(self.cache, self.room))
 
     def release(self, request):
         if state := self.draft_states.pop(request, None):

@@ -102,6 +102,8 @@ class Engine:
         delayed, spoiled, forwarding = self.scheduler.delayed, False, False
         try:
             self._prepare(requests)
+            for r in requests:
+                r.engine = self
             while True:
                 started = self.clock()
                 self.spent = {"draft": 0.0, "verify": 0.0, "prefill": 0.0}     # seconds of this iteration,
@@ -155,6 +157,9 @@ class Engine:
                 self.thread.submit(int).result()         # wait for an interrupted forward, which uses blocks
             self.retire(everything=True)
             self.pending = []
+            for r in requests:
+                if r.engine is self:                     # a refused one may be another engine's
+                    r.engine = None
             if spoiled:
                 self.cache = self.graphs = None
 

@@ -58,6 +58,7 @@ class Request:
         self.longest = len(prompt_ids) + max_new_tokens
         self.generation = Generation(list(prompt_ids))
         self.n_cached = 0
+        self.engine = None               # whose open stream it is in
         self.blocks = None               # its Allocation in the cache
         self.state = None                # the scheduler's notes on it
         self.spent = {"draft": 0.0, "verify": 0.0, "prefill": 0.0}       # seconds of the round so far
@@ -124,8 +125,8 @@ def check_k(k, width=1):
 
 
 def check_requests(requests, config):
-    """ValueError for a request that a model of this config can never answer, or that has keys in a cache."""
-    if len(set(requests)) < len(requests) or any(r.blocks for r in requests if not r.finished):
+    """ValueError for a request that a model of this config can never answer, or that is in an open stream."""
+    if len(set(requests)) < len(requests) or any(r.engine for r in requests if not r.finished):
         raise ValueError("a request can be in one open stream only, and there once")
     for r in requests:
         low, high = min(r.tokens), max(r.tokens)

@@ -61,7 +61,7 @@ def add_arguments(parser):
     training.add_arguments(parser, lr=None, save_every=200)
     add_answers(parser)
     add = parser.add_argument
-    add("--minutes", type=float, help="minutes in all: half for the answers, half for the training")
+    add("--minutes", type=float, help="minutes in all: half for the answers (anew if they were interrupted), half for the training")
     add("--responses", metavar="DIR", help="folder of the target's answers (default: OUT/responses)")
     add("--last-layer", action="store_true",
         help="read the target's last layer alone (default: a low, a middle and the last layer)")
@@ -278,7 +278,8 @@ class DrafterRun(training.Run):
 
     @torch.no_grad()
     def heldout_mean(self, estimate):
-        """The mean of estimate(Batch), {name: number}, over the held-out texts."""
+        """The mean of estimate(Batch), {name: number}, over the held-out texts; those of a batch of four share
+        its estimate."""
         total = Counter()
         for i in range(0, len(self.heldout), 4):
             some = self.heldout[i:i + 4]

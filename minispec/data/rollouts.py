@@ -193,8 +193,9 @@ def main():
     args.over = time.time() + 60 * args.minutes if args.minutes is not None else float("inf")
     together = min(TOGETHER if args.device == "cpu" else 2 * TOGETHER, max(args.prompts, args.heldout))
     # One pool from the start: while a pool grows, the old one is there too.
-    longest = min(args.max_new_tokens + magpie.LONGEST, LONGEST, target.config.block_size)
-    engine = Engine(target, SyncScheduler, together, together * longest)
+    most = min(LONGEST, target.config.block_size)
+    longest = min(args.max_new_tokens + magpie.LONGEST, most)
+    engine = Engine(target, SyncScheduler, together, max(together * longest, most))
     files = [*answer(args, engine, tokenizer, "heldout", args.heldout)]
     if not files and args.part[1] == 1:
         raise ValueError("no prompt is held out (about one in eight is) and fits; give more")

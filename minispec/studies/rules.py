@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from minispec.core.verify import Sampling
-from minispec.studies import results
-from minispec.studies.results import counts_of, engine_of, per_round, suitable
+from minispec.studies.results import counts_of, each_kept, engine_of, per_round, problems_of, suitable
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of, tie_gap
 from minispec.tools.intervals import with_range
@@ -85,14 +84,14 @@ def lossless(args, model, tokenizer):
 
     cells = [("float32", name) for name in names]
     cells += [("bfloat16", name) for name in names if name in methods.METHODS]
-    rows = results.each_kept("lossless", args, model, cells, measured)
+    rows = each_kept("lossless", args, model, cells, measured)
     return {"rows": rows, "about": {"dtype": "float32 and bfloat16"}, "table": table(rows, LOSSLESS)}
 
 
 def short_prompts(tokenizer, n, data, first=0):
     """n problems of each workload from number `first` on; of a real model's, those with at most LONGEST
     tokens."""
-    workloads = results.problems_of(tokenizer, n, data, first)
+    workloads = problems_of(tokenizer, n, data, first)
     return [p for p in sum(workloads.values(), [])
             if tokenizer.is_puzzle_model or len(tokenizer.prompt_ids(p.prompt)) <= LONGEST]
 
@@ -136,7 +135,7 @@ def rules(args, model, tokenizer):
             found |= with_range(figure, per_round, np.array(counts)[:, [i, 2]])
         return found
 
-    rows = results.each_kept("rules", args, model, cells, measured)
+    rows = each_kept("rules", args, model, cells, measured)
     return {"rows": rows, "table": texts(rules_table(rows))}
 
 

@@ -61,8 +61,10 @@ QUICK = Size(32, 2, {1: 1}, {4: 8}, {4: 4}, 16,
 
 def size(args, usual):
     """The usual Size of a study, or QUICK, or with --problems of each workload and mixtures in proportion."""
-    if args.quick or not args.problems:
-        return QUICK if args.quick else usual
+    if args.quick:
+        return QUICK
+    if not args.problems:
+        return usual
     parts = {}
     for name in ("batches", "mixed", "sampled"):
         parts[name] = {b: n * args.problems // usual.traced for b, n in getattr(usual, name).items()}
@@ -191,7 +193,7 @@ def run(args, model, tokenizer):
     """
     how = size_of(args, tokenizer)
     names = suitable(args, model)
-    if not tokenizer.is_puzzle_model:
+    if not (args.quick or tokenizer.is_puzzle_model):
         names = [name for name in names if name != "specgen"]    # these texts are too short for it
     rows, cut = observe("run", args, model, tokenizer, how, names)
     shares = [x | {phase: seconds / x["seconds"] for phase, seconds in x["phases"].items()} for x in rows]

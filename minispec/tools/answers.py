@@ -50,7 +50,7 @@ def verdict(problem, generation, tokenizer):
 # -- from a finished run to figures ----------------------------------------
 
 def tau(rounds):
-    """The mean number of tokens committed per round, and so per verifying forward."""
+    """The mean number of tokens committed per round."""
     return sum(r.committed for r in rounds) / max(len(rounds), 1)
 
 

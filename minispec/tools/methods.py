@@ -103,8 +103,7 @@ def adaptive(model, settings):
             candidates.append(drafter)
         else:
             print(f"adaptive: {name} is left out: {file} has no price for it", file=sys.stderr)
-    chooser = Adaptive(candidates, cost, k)
-    return drafted(chooser, chooser.k, settings)
+    return drafted(Adaptive(candidates, cost, k), k, settings)
 
 
 METHODS = {

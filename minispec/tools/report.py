@@ -70,8 +70,7 @@ def table(r):
                      f"{counts['forwards']} forwards were fed {counts['tokens_fed']} tokens "
                      f"for {r['new_tokens']} kept")
     else:
-        lines.append(f"tau {r['tau']:.2f} tokens per verifying forward of the target "
-                     "(bonus token included)")
+        lines.append(f"tau {r['tau']:.2f} tokens per round of a request (bonus token included)")
     if r["acceptance_by_position"]:
         shares = " ".join(f"{a:.2f}" for a in r["acceptance_by_position"])
         lines.append(f"accepted by draft position: {shares}")

@@ -119,7 +119,8 @@ def locked(folder):
     folder. ValueError if such a model would be replaced, or if another training is running."""
     os.makedirs(folder, exist_ok=True)
     lock = Path(folder, "lock")
-    if Path(folder, "model.safetensors").exists() and not lock.exists():
+    # A large model is in several files, with an index.
+    if any(Path(folder).glob("model.safetensors*")) and not lock.exists():
         raise ValueError(f"{folder} holds a model already, and no training to continue; use another --out")
     with lock.open("w") as file:
         try:
@@ -172,6 +173,7 @@ class Run:
     n_steps: int
     lr: float                         # at the peak
     minutes: float = None             # of all steps; None: no limit
+    once: bool = False                # a finished run is complete, also if more steps are asked for
     step = 0                          # the one at work; before the first one, how many earlier runs did
     last = False                      # whether it is the last one, because of its number or the time
     finished = False                  # whether an earlier run did its last step
@@ -188,11 +190,12 @@ class Run:
             except Exception as e:                             # a damaged archive may raise anything
                 text = f"{self.resume_file} is damaged or of another run; remove it to start over, or use"
                 raise ValueError(f"{text} another --out ({type(e).__name__}: {e})"[:600]) from None
-            print(f"resuming at step {self.step} of {self.n_steps}")
+            if not self.complete:
+                print(f"resuming at step {self.step} of {self.n_steps}")
 
     @property
     def complete(self):
-        return self.finished and (self.step >= self.n_steps or self.progress(0) >= 1)
+        return self.finished and (self.once or self.step >= self.n_steps or self.progress(0) >= 1)
 
     def _resume(self):
         if zipfile.ZipFile(self.resume_file).testzip():        # torch.load does not look at the check sums
