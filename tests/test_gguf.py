@@ -114,6 +114,12 @@ def test_user_defined_tokens_are_found_in_prompts(tokenizer_of):
     assert 2042 not in ours.encode("<|eos|>")
 
 
+def test_tokens_that_only_fill_up_are_not_known(tokenizer_of):
+    ours = tokenizer_of(template=TEMPLATE, unused=[2045, 2047])
+    assert not {2045, 2047} & ours.known and 2046 in ours.known and ours.vocab_size == 2047
+    assert ours.decode([2045, 2046]) == "<|think|>"
+
+
 @pytest.mark.parametrize("name, other", table("""
     llama3 | llama-bpe
     llama-v3 | llama-bpe

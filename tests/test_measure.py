@@ -236,7 +236,7 @@ def test_price_of_reading_is_the_first_round_next_to_the_second(monkeypatch):
     # Each time after one that does not count.
     rounds = iter([{"draft": s} for s in (9.0, 1.0, 5.0, 1.0, 9.0, 1.0, 1.0, 2.0)])
     monkeypatch.setattr(measure, "_rounds", lambda *args: [next(rounds), next(rounds)])
-    assert [measure.read_seconds(TARGET, None, 1, 16) for _ in range(2)] == [4.0, 0.0]
+    assert [measure.read_seconds(TARGET, None, 16) for _ in range(2)] == [4.0, 0.0]
 
 
 def test_prompts_of_a_batch_share_nothing_when_they_are_priced(monkeypatch):

@@ -90,6 +90,12 @@ def test_code_is_never_run(toy, tmp_path):
     assert not left.exists()
 
 
+def test_numbers_may_have_the_thousands_commas_of_latex():
+    for text in ("10080", "10,080", r"10,\!080", "10{,}080", r"10\,080"):
+        assert prompts.last_number(rf"It is \boxed{{{text}}}.") == 10080
+    assert prompts.last_number("2, 345") == 345
+
+
 # Two answers, and whether they are the same.
 ANSWERS = r"""
 x^{2} | x^2 | yes
@@ -203,6 +209,9 @@ def test_a_prompt_that_does_not_fit_is_named_by_its_number_and_id(key, id, shown
     load(tmp_path, {"prompt": "short"}, {"prompt": "word " * 600, key: id}, {"prompt": "word " * 700, key: 9})
     line = refusal(decode, f"--model {toy} --prompts {tmp_path}/p.jsonl --max-new-tokens 2")
     assert line.startswith(f"prompt 2{shown}: prompt of 6") and line.endswith(" exceed the context of 512")
+    load(tmp_path, {"prompt": "short"}, {"prompt": " " * 100_001, key: id})
+    line = refusal(decode, f"--model {toy} --prompts {tmp_path}/p.jsonl --max-new-tokens 2")
+    assert line.startswith(f"prompt 2{shown}: a text with more than 100,000 spaces")
 
 
 def test_missing_data_names_the_public_source(tmp_path):
@@ -254,6 +263,7 @@ def test_the_next_prompt_of_every_family(family, names, answer, want, tokenizer)
     assert t.chat_ids([t.asked("2+2?\n"), said, t.asked("Sure?\n")]) == t.special_ids(want)
     if family == "Qwen3":
         assert t.answer_text(t.special_ids(answer)).strip() == "Four."
+        assert t.answer_text(t.special_ids("<think>\n2+2 is 4, so")) == ""
 
 
 def test_special_tokens_of_a_prompt_stay_text(tokenizer):

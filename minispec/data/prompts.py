@@ -151,7 +151,8 @@ def check(problem, text):
 
 
 def last_number(text):
-    """The last number of a text, with or without thousands' commas, or None."""
+    """The last number of a text, with or without thousands' commas, also those of LaTeX, or None."""
+    text = re.sub(r"(?<=\d)(?:,\\!|\{,\}|\\,)(?=\d{3})", ",", text)
     numbers = re.findall(r"(?:(?<![\w)])-)?\d+(?:,\d{3})*(?:\.\d+)?", text)
     return float(numbers[-1].replace(",", "")) if numbers else None
 

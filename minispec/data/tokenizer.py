@@ -196,11 +196,12 @@ class Tokenizer:
 
     def answer_text(self, ids):
         """The answer up to the end of text, without its chain of thought: the text after <|answer|> of a
-        puzzle model, or "" without this mark; the text after </think> of other models."""
+        puzzle model, or the text after </think> of other models; "" where the chain has no end."""
         text = self.decode(itertools.takewhile(lambda token: token not in self.ends, ids))
         if self.is_puzzle_model:
             return text.partition("<|answer|>")[2]
-        return text.rpartition("</think>")[2]
+        _, closed, answer = text.rpartition("</think>")
+        return answer if closed or "<think>" not in text else ""
 
 
 # -- formats ---------------------------------------------------------------------------------------------
@@ -284,7 +285,7 @@ def _from_gguf(file):
     added = [{"content": t, "id": i, "special": kind != USER_DEFINED}
              for i, (t, kind) in enumerate(zip(tokens, source.types))
              if kind in (3, USER_DEFINED) or t in (bos, eos)]
-    vocab = dict(zip(tokens, itertools.count()))
+    vocab = {t: i for i, (t, kind) in enumerate(zip(tokens, source.types)) if kind != gguf_file.UNUSED}
     ranks = _ranks(vocab, source.field("tokenizer.ggml.merges"), added)
     form = "NFC" if pre == "qwen2" else None
     bos_first = source.field("tokenizer.ggml.add_bos_token")

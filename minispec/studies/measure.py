@@ -43,7 +43,7 @@ BATCHES = {"1 x 100": [100], "8 x 100": [100] * 8, "64 x 20 to 400": [20 + 6 * i
            "1 x 4,600": [4600], "8 x 200 to 4,000": [200 + 543 * i for i in range(8)],
            "8 x 4,000": [4000] * 8}
 LARGE = 1 << 27  # numbers of a tensor that no cache of the processor holds
-PASSES = 5  # over all rounds of a cost table
+PASSES = 4  # over all rounds of a cost table
 REPEATS = 5  # of a round at batch 1; fewer at larger batch sizes
 
 
@@ -82,12 +82,11 @@ def round_seconds(model, drafter, rows, context, drafts, repeats=1):
     return {k: seconds[2 + i * turn:1 + (i + 1) * turn] for i, k in enumerate(drafts)}
 
 
-def read_seconds(model, drafter, rows, context):
-    """Extra seconds of a drafter's first round over its second one, for reading `context` tokens of each of
-    `rows` requests. It is measured twice and the second time counts, because the first one may compile
-    kernels for this number of rows."""
+def read_seconds(model, drafter, context):
+    """Extra seconds of a drafter's first round over its second one, for reading `context` tokens of a
+    request. It is measured twice and the second time counts, because the first one may compile kernels."""
     for _ in range(2):
-        first, second = _rounds(model, drafter, rows, context, [1, 1])
+        first, second = _rounds(model, drafter, 1, context, [1, 1])
     return max(first["draft"] - second["draft"], 0.0)
 
 
@@ -186,7 +185,7 @@ def cost_table(model, drafters, rows=(1, 4, 16), contexts=(64, 512, 2048), draft
     return {
         "verify": grid(verify, [1 + k for k in drafts]),
         "draft": {name: grid(partial(longer, name), asked[name]) for name in drafters},
-        "read": {name: grid(partial(read, name), contexts, kv=[0]) for name in drafters},
+        "read": {name: grid(partial(read, name), contexts, [1], [0]) for name in drafters},
         "prefill": grid(prefill, prompts, rows[:2], [0]),
         "overhead": grid(overhead, [1], kv=[0]),
     }
@@ -202,8 +201,8 @@ def time_all(model, drafters, asked, drafts, rows, context):
         # the processor's caches, so they are faster than between larger rounds. They are timed beside every
         # drafter, because all speed-ups are relative to their price.
         yield None, round_seconds(model, Rote(), rows, context, (0,), 4)
-        if name:
-            yield name, {"read": [{"draft": read_seconds(model, drafter, rows, context)}]}
+        if name and rows == 1:
+            yield name, {"read": [{"draft": read_seconds(model, drafter, context)}]}
 
 
 def typical(rounds, *phases):

@@ -24,13 +24,13 @@ def requests_of(problems, tokenizer, model, limit=None, sampling=Sampling()):
     c = model.config
     requests = []
     for i, problem in enumerate(problems):
-        ids = tokenizer.prompt_ids(problem.prompt)
         most = UNKNOWN
         if problem.think and tokenizer.is_puzzle_model:      # chains of other models have other lengths
             most = 2 * len(tokenizer.response_ids(problem))
-        most = min(most, max(c.block_size - len(ids), 1))
         seeded = replace(sampling, seed=sampling.seed + i)
         with naming(f"prompt {i + 1} {problem.facts.get('id', '')}".strip()):
+            ids = tokenizer.prompt_ids(problem.prompt)
+            most = min(most, max(c.block_size - len(ids), 1))
             requests.append(Request(ids, limit or most, seeded, tokenizer.ends))
             check_requests(requests[-1:], c)
     return requests
