@@ -48,7 +48,8 @@ def imported(file):
             some = [a.name for a in node.names]
             some = [module, *(f"{module}.{name}" for name in some)] if module else some
             names |= {name for name in some if not name.startswith("kernels") or node in tree.body}
-    return {name.replace(".", "/") + ".py" for name in names} & set(FILES)
+    paths = [name.replace(".", "/") for name in names]
+    return {path + end for path in paths for end in (".py", "/__init__.py")} & set(FILES)
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -188,14 +188,6 @@ def test_the_end_of_the_prompt_selects_for_the_first_round(chunk, cache):
     assert (keys.scores - want.scores).abs().max() < 1e-4
 
 
-def test_cache_after_rounds_equals_a_dense_pass():
-    """Keys and values of all committed positions come from full attention."""
-    generation, scheduler = generate(k=8, sparsity=0.05, min_budget=4)
-    ids = (PROMPT + generation.token_ids)[:-1]  # committed = cached + 1
-    with torch.inference_mode():
-        assert (scheduler.final - fresh_kv(MODEL, ids)).abs().max() < 1e-4
-
-
 def test_a_prompt_reports_how_far_it_is_read():
     engine = Engine(MODEL, SyncScheduler, 1, prefill_chunk=32)
     seen = []

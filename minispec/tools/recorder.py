@@ -110,7 +110,7 @@ class Recorder:
             "promises": self.engine.scheduler.drafter.promises.get(r),
         }
         selected = getattr(r.state, "selected", None)
-        if selected is not None:
+        if selected is not None and s.drafts:
             bins = torch.histc(selected.float(), BINS, 0, r.longest).int().tolist()
             out |= {"selected": bins, "heads": selected.shape[:2].numel(), "recent": r.state.recent}
         return out
