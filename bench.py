@@ -43,6 +43,7 @@ STUDIES = {study.__name__: study for study in (
 )}
 ALL = list(STUDIES)[:-2]                # the last two need a folder of trained models
 DEFAULT = ("profile", "trace", "run", "bounds")
+SIZED = {"trace", "run", "speed", "all"}        # their number of problems can be chosen
 VARIED = ("method", "prompt_lookup", "tree", "k_drafts", "select", "schedule", "delayed", "admission")
 MARKS = r"<!-- table (\w+/)?(\w+) ?(\w*) -->\n.*?<!-- end -->"  # model/, study, which of its tables
 
@@ -73,6 +74,8 @@ def parse_args():
     for name, option in methods.given(args).items():
         if name in VARIED:
             raise ValueError(f"{option} is for decode.py; the studies vary it themselves")
+    if args.problems and (args.quick or not SIZED & set(args.studies or DEFAULT)):
+        raise ValueError("--problems is for trace, run and speed, without --quick")
     if args.problems and args.problems > PRICED:
         raise ValueError(f"--problems must be at most {PRICED}, got {args.problems}")
     if args.pages and (args.studies or args.quick):

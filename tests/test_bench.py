@@ -368,6 +368,8 @@ def test_problems_of_a_workload_are_chosen_and_mixtures_grow_with_them():
     assert run.size(SimpleNamespace(quick=False, problems=None), run.ANSWERS) is run.ANSWERS
     # No other study has the problem behind them, which fits the prices.
     assert "--problems must be at most 16, got 17" in refusal(bench, "run --problems 17")
+    for line in ("tau --problems 3", "run --quick --problems 3"):
+        assert "--problems is for trace, run and speed, without --quick" in refusal(bench, line)
 
 
 def test_methods_are_compared_in_one_table_of_one_request_at_a_time():

@@ -209,7 +209,7 @@ def test_a_prompt_that_does_not_fit_is_named_by_its_number_and_id(key, id, shown
     load(tmp_path, {"prompt": "short"}, {"prompt": "word " * 600, key: id}, {"prompt": "word " * 700, key: 9})
     line = refusal(decode, f"--model {toy} --prompts {tmp_path}/p.jsonl --max-new-tokens 2")
     assert line.startswith(f"prompt 2{shown}: prompt of 6") and line.endswith(" exceed the context of 512")
-    load(tmp_path, {"prompt": "short"}, {"prompt": " " * 100_001, key: id})
+    load(tmp_path, {"prompt": "short"}, {"prompt": f"a{' ' * 100_001}b", key: id})
     line = refusal(decode, f"--model {toy} --prompts {tmp_path}/p.jsonl --max-new-tokens 2")
     assert line.startswith(f"prompt 2{shown}: a text with more than 100,000 spaces")
 

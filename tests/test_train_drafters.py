@@ -482,6 +482,7 @@ def test_one_command_for_an_own_target_and_what_it_writes(qwen3, short_turns, mo
     """Prompts, answers, states and a drafter, which decodes; killed on the way, the same command goes on
     and ends with the same."""
     monkeypatch.setattr("minispec.data.recorded.subprocess.run", record_here)
+    monkeypatch.setattr(magpie, "TURNS", 12)             # so prompts are written in several files
 
     def command(out):
         run_script(train_prism, f"--target {qwen3} --out {tmp_path}/{out} --draft-vocab 100 --prompts 12 "
