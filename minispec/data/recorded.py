@@ -61,7 +61,8 @@ def add_arguments(parser):
     training.add_arguments(parser, lr=None, save_every=200)
     add_answers(parser)
     add = parser.add_argument
-    add("--minutes", type=float, help="minutes in all: half for the answers (anew if they were interrupted), half for the training")
+    add("--minutes", type=float,
+        help="minutes in all: half for the answers (again after an interruption), half for the training")
     add("--responses", metavar="DIR", help="folder of the target's answers (default: OUT/responses)")
     add("--last-layer", action="store_true",
         help="read the target's last layer alone (default: a low, a middle and the last layer)")
