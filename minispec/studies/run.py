@@ -47,7 +47,7 @@ class Size:
 
 # Mixtures have the same number of problems of each workload.
 SMALL = Size(160, 16, {1: 10, 4: 12, 16: 16}, {1: 12, 4: 24, 16: 48}, {1: 12}, 16, {})
-# For a real model: about twelve minutes on two idle cores that multiply bf16. No round of the engine has more
+# For a real model: twelve to fifteen minutes on two cores that multiply bf16. No round of the engine has more
 # than 32 drafts, so no round that can be decoded is censored. The longest prompts have 1,400 tokens.
 REAL = Size(64, 2, {1: 2}, {1: 9, 4: 9, 16: 18}, {}, 32,
             {"contexts": (64, 1024), "prompts": (32, 256, 1024)})
