@@ -355,6 +355,12 @@ def test_prompts_of_which_none_is_held_out_are_refused_before_the_answers(folder
     assert os.listdir(tmp_path / "r") == ["settings.json"]
 
 
+def test_a_long_prompt_fits_into_the_pool_of_few_prompts(folder, tmp_path):
+    rows = [{"prompt": f"{i} " + "a7 " * 200} for i in range(40)]
+    record(folder, tmp_path / "r", write_rows(tmp_path / "p.jsonl", rows), 1, "--heldout 1")
+    assert len([*(tmp_path / "r").glob("*.safetensors")]) == 2
+
+
 def test_recorded_texts_have_the_states_of_the_target(folder, tokenizer):
     """Prompts of several lengths, greedy and sampled: log_p is the log-probability at the temperature of the
     answer."""
