@@ -78,7 +78,7 @@ def read_share(request):
     first = torch.arange(BINS) * width
     rows = []
     for a in request["heard"]:
-        if "selected" in a and a["tokens"][1:]:          # a round without drafts reads everything
+        if "selected" in a:
             newest = a["cached"] - a["recent"]
             recent = (first + width).clamp(max=a["cached"]) - first.clamp(min=newest)
             read = torch.tensor(a["selected"]) / a["heads"] + recent.clamp(min=0)

@@ -40,7 +40,7 @@ def test_shipped_target_loads(shipped):
     assert model.config.block_size >= 8192
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.07)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 def test_packed_products_are_products_and_follow_the_weights(dtype, tolerance):
     torch.manual_seed(0)
     linear, other = (cpu.Linear(48, 80).to(dtype) for _ in range(2))

@@ -132,6 +132,15 @@ def test_specgen_records_its_selection_and_its_schedule(recorded):
             assert sum(a["selected"]) == a["heads"] * (20 - a["recent"])
 
 
+def test_a_round_of_specgen_without_drafts_has_read_everything(tmp_path):
+    """After the prompt's token one is left, so the only round drafts nothing."""
+    decoded(tmp_path, f"--model {TARGET} --task revise --method specgen --min-budget 20 "
+            f"--max-new-tokens 2 --html {tmp_path}/run.html")
+    (run,) = runs_of(tmp_path / "run.html")
+    (a,) = run["requests"][0]["heard"]
+    assert not a["tokens"][1:] and "selected" not in a
+
+
 def test_adaptive_records_what_each_drafter_promised(recorded):
     rounds = rounds_of(recorded["adaptive"][0]["requests"][0])
     assert any(a["proposer"] != "target" for a in rounds)
